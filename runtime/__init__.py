@@ -1,0 +1,17 @@
+"""Load and run an engine: `from dsc import runtime; engine = runtime.load(path)`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from dsc.runtime.engine import Engine
+
+
+def load(path: str | PathLike[str], device: str | None = None) -> Engine:
+    """Load an engine folder. See `dsc.runtime.engine.load`, which this calls (torch is imported only then)."""
+    from dsc.runtime.engine import load as load_engine
+
+    return load_engine(path, device)
