@@ -225,12 +225,11 @@ def _passes(top: Fields) -> tuple[PassEntry, ...]:
 
 def _pass_entry(value: Any, line: int) -> PassEntry:
     if isinstance(value, str):
-        name, options = value, {}
-    elif isinstance(value, dict) and len(value) == 1 and isinstance(next(iter(value.values())), dict):
+        return PassEntry(value, {}, line, make_pass(value, {}))
+    if isinstance(value, dict) and len(value) == 1 and isinstance(next(iter(value.values())), dict):
         ((name, options),) = value.items()
-    else:
-        raise DscError("not a pass", wanted="a name, or one name with a mapping of its options", got=repr(value))
-    return PassEntry(name, options, line, make_pass(name, options))
+        return PassEntry(name, options, line, make_pass(name, options))
+    raise DscError("not a pass", wanted="a name, or one name with a mapping of its options", got=repr(value))
 
 
 def make_pass(name: str, options: dict[str, Any]) -> Pass:

@@ -122,7 +122,9 @@ class Op:
         """Index of a node input by its slot name."""
         return self.slot_names().index(name)
 
-    def check(self, inputs: Sequence[Type | None], attributes: Mapping[str, Attribute]) -> tuple[list[Type], dict[str, Dim]]:
+    def check(
+        self, inputs: Sequence[Type | None], attributes: Mapping[str, Attribute]
+    ) -> tuple[list[Type], dict[str, Dim]]:
         """Check a node and infer its outputs.
 
         inputs      one type per slot (see `slot_names`), None where absent; trailing absent slots may be missing
@@ -190,7 +192,9 @@ class Op:
         wanted = dims.split()
         if len(wanted) != len(shape):
             got = ", ".join(map(str, shape))
-            raise SchemaError(f"dsc.{self.name}: {name} has {len(shape)} dimensions [{got}], wanted [{', '.join(wanted)}]")
+            raise SchemaError(
+                f"dsc.{self.name}: {name} has {len(shape)} dimensions [{got}], wanted [{', '.join(wanted)}]"
+            )
         for text, size in zip(wanted, shape, strict=True):
             if text.isidentifier() and text not in bound:
                 bound[text] = size
@@ -246,7 +250,8 @@ def load_op(op_name: str) -> Op:
         hint = f", nearest: {close[0]}" if close else ""
         raise SchemaError(f"dsc.{op_name}: no plugin folder {folder_of(op_name)}{hint}")
     op = importlib.import_module(f"dsc.plugins.{folder_of(op_name)}.op").OP
-    assert isinstance(op, Op) and op.name == op_name, (op_name, op)
+    assert isinstance(op, Op), op_name
+    assert op.name == op_name, (op_name, op.name)
     return op
 
 

@@ -41,7 +41,7 @@ class DscError(Exception):
         return "\n".join([head, *lines])
 
 
-class DscErrors(DscError):
+class DscErrors(DscError):  # noqa: N818 - several errors
     """All faults found in one file or one step, told at once."""
 
     def __init__(self, what: str, errors: Iterable[DscError]) -> None:

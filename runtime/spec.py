@@ -91,7 +91,7 @@ class ModelSpec:
     @property
     def softmax_scale(self) -> float:
         """qk_head_dim^-0.5 * m^2, m = yarn.magnitude(mscale_all_dim): DeepseekV3Attention.softmax_scale."""
-        scale = self.qk_head_dim**-0.5
+        scale: float = self.qk_head_dim**-0.5
         if self.yarn is not None and self.yarn.mscale_all_dim:
             scale *= self.yarn.magnitude(self.yarn.mscale_all_dim) ** 2
         return scale

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
@@ -17,10 +17,10 @@ from dsc.runtime.spec import ModelSpec
 OPSET = 23
 IR_VERSION = 11
 DOMAIN = "dsc"
-_NAMES = {onnx_dtype: name for name, onnx_dtype in ONNX_DTYPES.items()}
+_NAMES: dict[int, str] = {int(onnx_dtype): name for name, onnx_dtype in ONNX_DTYPES.items()}
 
-Node = gs.Node
-Tensor = gs.Variable | gs.Constant
+Node: TypeAlias = gs.Node
+Tensor: TypeAlias = gs.Variable | gs.Constant
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,9 @@ class Graph:
         self.gs.outputs.append(tensor)
         return tensor
 
-    def add(self, op: str, inputs: Sequence[Tensor], outputs: Sequence[gs.Variable], name: str, **attributes: Any) -> Node:
+    def add(
+        self, op: str, inputs: Sequence[Tensor], outputs: Sequence[gs.Variable], name: str, **attributes: Any
+    ) -> Node:
         """A node of a standard op with given outputs."""
         node = gs.Node(op=op, name=name, inputs=list(inputs), outputs=list(outputs), attrs=attributes)
         self.gs.nodes.append(node)
@@ -185,7 +187,8 @@ class Graph:
 
     def to_onnx(self) -> onnx.ModelProto:
         """The model as ONNX; weights are external data at their placement."""
-        return gs.export_onnx(self.gs, do_type_check=False)
+        model: onnx.ModelProto = gs.export_onnx(self.gs, do_type_check=False)
+        return model
 
 
 def op_name(node: Node) -> str:

@@ -69,10 +69,12 @@ def find_pass(name: str) -> type[Pass]:
     """The pass class of a file in `dsc.passes`; DscError with the nearest known name otherwise."""
     if name not in pass_names():
         close = nearest(name, pass_names())
-        raise DscError(
-            f"unknown pass {name}", wanted=", ".join(pass_names()), got=name, try_=close or "dsc passes"
-        )
+        raise DscError(f"unknown pass {name}", wanted=", ".join(pass_names()), got=name, try_=close or "dsc passes")
     module = importlib.import_module(f"dsc.passes.{name}")
-    found = [v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Pass) and v.__module__ == module.__name__]
+    found = [
+        v
+        for v in vars(module).values()
+        if isinstance(v, type) and issubclass(v, Pass) and v.__module__ == module.__name__
+    ]
     assert len(found) == 1, f"{name}: one pass per file, found {found}"
     return found[0]

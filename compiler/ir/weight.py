@@ -239,7 +239,9 @@ class WeightValues(LazyValues):  # type: ignore[misc]
         proto = onnx.TensorProto(name=self.name, data_type=self.dtype, dims=self.shape)
         proto.data_location = onnx.TensorProto.EXTERNAL
         place = self.placement
-        entries = {"location": place.location, "offset": place.offset, "length": place.length} if place else {"location": "-"}
+        entries = (
+            {"location": place.location, "offset": place.offset, "length": place.length} if place else {"location": "-"}
+        )
         for key, value in entries.items():
             proto.external_data.add(key=key, value=str(value))
         return proto
