@@ -148,7 +148,7 @@ class _Decoder:
             kind = data.get("kind") if isinstance(data, dict) else None
             if not isinstance(kind, str) or kind not in tagged:
                 return self.mistyped(path, f"an object whose kind is {' or '.join(tagged)}", data)
-            return self.object(tagged[kind], {key: value for key, value in data.items() if key != "kind"}, path)
+            return self.object(tagged[kind], data, path)
         if len(options) == 1:
             return self.decode(options[0], data, path)
         if type(data) in options:
@@ -158,6 +158,8 @@ class _Decoder:
     def object(self, type_: Any, data: Any, path: str) -> Any:
         if not isinstance(data, dict):
             return self.mistyped(path, "an object", data)
+        if hasattr(type_, "kind") and data.get("kind") == type_.kind:
+            data = {key: value for key, value in data.items() if key != "kind"}
         known = {field.name: field for field in fields(type_)}
         before, dot = len(self.faults), f"{path}." if path else ""
         for key in sorted(data.keys() - known.keys()):
