@@ -1,0 +1,170 @@
+"""The `dsc` command. Each command imports what it needs when it runs, so that help and errors come at once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dsc.runtime.errors import DscError
+
+FOLDER = click.Path(path_type=Path, file_okay=False)
+
+
+class Commands(click.Group):
+    """A group that lists commands in the order they are written and turns a user's mistake into exit code 2."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except DscError as error:
+            click.echo(error.text(), err=True)
+            ctx.exit(2)
+        except BrokenPipeError:
+            sys.stderr.close()  # the reader of our output left; nothing is wrong here
+            ctx.exit(0)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="dsc", message="dsc %(version)s")
+def main() -> None:
+    """Compile DeepSeek checkpoints ahead of time, look into the engines, run them."""
+
+
+@main.command(name="compile")
+@click.option("--recipe", required=True, help="A YAML file, or the bare name of a packaged recipe such as r1-wint4.")
+@click.option("--model", help="A checkpoint folder or Hugging Face name, instead of the recipe's model.")
+@click.option("--output", type=FOLDER, help="Engine folder to write. Default: ./<recipe>.engine")
+@click.option("--target", help="Compile for another target than the recipe's.")
+@click.option("--ranks", type=int, help="Compile for this number of tensor ranks instead of the recipe's.")
+@click.option("--dump", type=FOLDER, help="Write the graph's text after each pass that changed it into this folder.")
+@click.option(
+    "--download", is_flag=True, help="Fetch the checkpoint from Hugging Face when it is not here (resumable)."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print what was built as JSON.")
+def compile_(
+    recipe: str,
+    model: str | None,
+    output: Path | None,
+    target: str | None,
+    ranks: int | None,
+    dump: Path | None,
+    download: bool,
+    as_json: bool,
+) -> None:
+    """Build an engine from a checkpoint."""
+    from dsc.compiler.build import compile_engine
+    from dsc.compiler.progress import Progress
+    from dsc.compiler.recipe import load_recipe
+
+    loaded = load_recipe(recipe).override(target, ranks)
+    with Progress(quiet=as_json) as progress:
+        built = compile_engine(loaded, model=model, output=output, dump=dump, download=download, progress=progress)
+    click.echo(json.dumps(built.to_json(), indent=2) if as_json else built.text())
+
+
+@main.command()
+@click.argument("engine", type=FOLDER)
+@click.option("--json", "as_json", is_flag=True, help="Everything, as JSON.")
+@click.option("--layer", type=int, help="One layer, node by node.")
+@click.option("--fusion", is_flag=True, help="Only the fusion report.")
+@click.option("--verify", is_flag=True, help="Also hash every file and compare with the manifest.")
+def inspect(engine: Path, as_json: bool, layer: int | None, fusion: bool, verify: bool) -> None:
+    """Show what an engine holds: what was fused, what was quantized, and why."""
+    from dsc.runtime import inspect as view
+    from dsc.runtime.artifact import EngineFolder
+
+    folder = EngineFolder.open(engine)
+    if verify:
+        folder.verify_hashes()
+    if as_json:
+        click.echo(json.dumps(view.describe(folder, layer=layer), indent=2))
+    else:
+        view.show(folder, layer=layer, fusion=fusion)
+    if verify and not as_json:
+        click.echo("every file matches the manifest")
+
+
+@main.command()
+@click.argument("engine", type=FOLDER)
+@click.option(
+    "--prompt", "prompts", multiple=True, help="Text to continue; repeat for a batch. Default: standard input."
+)
+@click.option("--chat", is_flag=True, help="Put each prompt through the chat template as a user's message.")
+@click.option("--max-tokens", type=int, default=128, show_default=True)
+@click.option("--temperature", type=float, help="0 is greedy. Default: the model's generation_config.json.")
+@click.option("--top-p", type=float)
+@click.option("--top-k", type=int)
+@click.option("--seed", type=int)
+@click.option("--stop", multiple=True, help="End at this text; repeat for several.")
+@click.option("--device", help="cpu or cuda. Default: the engine's target.")
+@click.option("--json", "as_json", is_flag=True, help="Token ids, text and finish reason as JSON.")
+def generate(
+    engine: Path, prompts: tuple[str, ...], chat: bool, device: str | None, as_json: bool, **options: Any
+) -> None:
+    """Generate text with an engine; one prompt is shown as it comes."""
+    from dsc import runtime
+
+    options["stop"] = list(options["stop"])
+    options = {name: value for name, value in options.items() if value is not None}
+    texts = list(prompts) or [sys.stdin.read()]
+    loaded = runtime.load(engine, device)
+    if chat:
+        texts = [loaded.tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts]
+    if len(texts) == 1 and not as_json:
+        click.echo(texts[0], nl=False)
+        for piece in loaded.stream(texts[0], **options):
+            click.echo(piece, nl=False)
+        click.echo()
+        return
+    outputs = loaded.generate(texts, **options)
+    if as_json:
+        rows = [
+            {"prompt": text, "text": out.text, "token_ids": out.token_ids, "finish_reason": out.finish_reason}
+            for text, out in zip(texts, outputs, strict=True)
+        ]
+        click.echo(json.dumps(rows, indent=2, ensure_ascii=False))
+        return
+    for text, out in zip(texts, outputs, strict=True):
+        click.echo(f"{text}{out.text}\n[{out.finish_reason}, {len(out.token_ids)} tokens]\n")
+
+
+@main.command()
+def passes() -> None:
+    """List the passes a recipe may name, with their options."""
+    from dsc.compiler.listing import pass_lines
+
+    click.echo("\n".join(pass_lines()))
+
+
+@main.command()
+@click.argument("op", required=False)
+def plugins(op: str | None) -> None:
+    """List the plugin ops, or show one op's manual."""
+    from dsc.compiler.listing import plugin_lines, plugin_manual
+
+    click.echo(plugin_manual(op) if op else "\n".join(plugin_lines()))
+
+
+@main.command()
+@click.argument("graph", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("pass_names", nargs=-1, metavar="PASS...")
+@click.option("--config", type=click.Path(path_type=Path), help="config.json of the model; default: tiny-r1's facts.")
+@click.option("--phase", type=click.Choice(["prefill", "decode"]), default="prefill", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="The report as JSON instead of the graph's text.")
+def opt(graph: Path, pass_names: tuple[str, ...], config: Path | None, phase: str, as_json: bool) -> None:
+    """Run passes on a textual graph and print what became of it. An option goes behind its pass: set_dtype:activations=bf16."""
+    from dsc.compiler.opt import run_opt
+
+    text, report = run_opt(graph, pass_names, config=config, phase=phase)
+    click.echo(json.dumps(report, indent=2) if as_json else text)
+
+
+if __name__ == "__main__":
+    main()
