@@ -1,0 +1,36 @@
+"""Moe in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+from dsc.plugins.stored import StoredWeight, linear
+
+
+def reference(
+    *,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate: StoredWeight,
+    up: StoredWeight,
+    down: StoredWeight,
+    shared_gate: StoredWeight | None,
+    shared_up: StoredWeight | None,
+    shared_down: StoredWeight | None,
+) -> tuple[torch.Tensor, ...]:
+    """y [T, D]: the weighted experts of each row of x, then the shared expert, summed in float32, in x's dtype."""
+    y = torch.zeros(x.shape, dtype=torch.float32)
+    for expert in ids[ids >= 0].unique().tolist():
+        rows, column = torch.nonzero(ids == expert, as_tuple=True)
+        out = _mlp(x[rows], gate[expert], up[expert], down[expert])
+        y.index_add_(0, rows, out * weights[rows, column].unsqueeze(1))
+    if shared_gate is not None:
+        assert shared_up is not None and shared_down is not None, "a shared expert has three weights"
+        y += _mlp(x, shared_gate, shared_up, shared_down)
+    return (y.to(x.dtype),)
+
+
+def _mlp(x: torch.Tensor, gate: StoredWeight, up: StoredWeight, down: StoredWeight) -> torch.Tensor:
+    hidden = linear(x, gate)
+    return linear(hidden * torch.sigmoid(hidden) * linear(x, up), down)
