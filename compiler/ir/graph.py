@@ -174,8 +174,18 @@ class Graph:
         self.gs.nodes = [node for node in self.gs.nodes if id(node) not in gone]
 
     def tidy(self) -> None:
-        """Sort topologically; then drop nodes nobody reads. Graph inputs stay."""
-        self.gs.cleanup(remove_unused_graph_inputs=False).toposort()
+        """Drop nodes that no graph output needs; then sort: nodes keep their order, save that a producer comes before
+        its first reader. Graph inputs stay.
+
+        graphsurgeon's own `toposort` recurses (a graph of 61 layers is too deep for it) and orders by depth, which
+        spreads a layer over the list and lengthens lifetimes.
+        """
+        for tensor in self.gs.inputs:
+            tensor.inputs.clear()
+        needed = _order([node for tensor in self.gs.outputs for node in tensor.inputs])
+        kept = {id(node) for node in needed}
+        self.remove([node for node in self.gs.nodes if id(node) not in kept])
+        self.gs.nodes = _order(self.gs.nodes)
 
     def copy(self, name: str, **info: Any) -> Graph:
         """An independent copy under another name, with some facts changed."""
@@ -189,6 +199,29 @@ class Graph:
         """The model as ONNX; weights are external data at their placement."""
         model: onnx.ModelProto = gs.export_onnx(self.gs, do_type_check=False)
         return model
+
+
+def _order(nodes: Iterable[Node]) -> list[Node]:
+    """The nodes and all that they read, producers first, otherwise in the given order."""
+    order: list[Node] = []
+    state: dict[int, bool] = {}  # False: entered, True: placed
+    for first in nodes:
+        stack = [first]
+        while stack:
+            node = stack[-1]
+            if id(node) in state:
+                stack.pop()
+                if not state[id(node)]:
+                    state[id(node)] = True
+                    order.append(node)
+                continue
+            state[id(node)] = False
+            makers = [maker for tensor in node.inputs for maker in tensor.inputs]
+            for maker in reversed(makers):
+                assert state.get(id(maker), True), f"a cycle through {node.name} and {maker.name}"
+                if id(maker) not in state:
+                    stack.append(maker)
+    return order
 
 
 def op_name(node: Node) -> str:
