@@ -1,0 +1,237 @@
+"""Open an engine folder: check it is whole, give its manifest, programs and weights. Nothing is copied."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Callable
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsc.runtime import codec
+from dsc.runtime.errors import DscError, nearest, raise_all
+from dsc.runtime.manifest import NAME, SCHEMA_VERSION, GraphFiles, Manifest
+from dsc.runtime.program import Program
+from dsc.runtime.spec import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["SCHEMA_VERSION", "EngineFolder", "looks_like_engine"]
+
+_PIECE = 1 << 24  # bytes hashed at a time
+
+
+def looks_like_engine(path: Path) -> bool:
+    """Whether a folder holds a manifest, of whatever version: what a build writes last."""
+    return (path / NAME).is_file()
+
+
+class EngineFolder:
+    """An engine on disk. `open` it; weights are mapped on first use and never read as a whole."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
+        self._maps: dict[str, mmap.mmap] = {}
+
+    @classmethod
+    def open(cls, path: str | PathLike[str]) -> EngineFolder:
+        """Read the manifest and check that every file is there with its size.
+
+        Hashes are checked by `verify_hashes` (weights) and when a file is read (programs, report).
+        Raises DscError: no engine, another schema version, a damaged manifest, files missing or of another size.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise DscError("no such engine", where=str(path), wanted="a folder written by dsc compile")
+        if not (folder / NAME).is_file():
+            raise DscError(
+                "is no engine, or a build that was cut short", where=str(path), wanted=f"a folder with {NAME}"
+            )
+        where = str(folder / NAME)
+        engine = cls(folder, Manifest.from_json(codec.read_json(folder / NAME, where), where))
+        engine._check_files()
+        return engine
+
+    # -- what it says
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.manifest.spec
+
+    @cached_property
+    def report(self) -> dict[str, Any]:
+        """report.json: what the compiler did and why."""
+        data = self._read_json("report.json")
+        if not isinstance(data, dict):
+            raise DscError("is no report", where=str(self.path / "report.json"), wanted="an object")
+        return data
+
+    @property
+    def tokenizer_dir(self) -> Path:
+        """Folder with tokenizer.json, tokenizer_config.json and what else the checkpoint had of it."""
+        return self.path / "tokenizer"
+
+    @cached_property
+    def content_hash(self) -> str:
+        """sha256 of the manifest, which holds the sha256 of every other hashed file: equal engines, equal hash."""
+        return hashlib.sha256((self.path / NAME).read_bytes()).hexdigest()
+
+    def graph_files(self, name: str, rank: int = 0) -> GraphFiles:
+        """Files of a graph on a rank."""
+        graphs = self.manifest.graphs
+        if name not in graphs:
+            where = str(self.path / NAME)
+            raise DscError(f"no graph {name}", where=where, wanted=", ".join(graphs), try_=nearest(name, graphs))
+        if not 0 <= rank < len(graphs[name]):
+            raise DscError(
+                f"no rank {rank}", where=str(self.path), wanted=f"0 to {len(graphs[name]) - 1}", got=str(rank)
+            )
+        return graphs[name][rank]
+
+    def program(self, name: str, rank: int = 0) -> Program:
+        """The program of a graph on a rank, checked against its .onnx, the manifest's tensors and its own rules."""
+        files = self.graph_files(name, rank)
+        where = str(self.path / files.program)
+        program = Program.from_json(self._read_json(files.program), where)
+        onnx_sha256 = self.manifest.files[files.onnx].sha256
+        if program.name != name or program.onnx_sha256 != onnx_sha256:
+            raise DscError(
+                f"the program does not belong to {files.onnx}: files of different builds, rank {rank}",
+                where=where,
+                wanted=f"{name} {onnx_sha256}",
+                got=f"{program.name} {program.onnx_sha256}",
+            )
+        self._check_weights(program, where)
+        return program
+
+    # -- weights
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A stored tensor, mapped from its file: nothing is read until it is used. Writes do not reach the file."""
+        import torch
+
+        entry = self.manifest.tensors.get(name)
+        if entry is None:
+            near = nearest(name, self.manifest.tensors)
+            raise DscError(f"the engine has no tensor {name}", where=str(self.path), try_=near)
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        if not entry.bytes:
+            return torch.empty(entry.shape, dtype=dtype)
+        flat = torch.frombuffer(self._map(entry.file), dtype=torch.uint8, count=entry.bytes, offset=entry.offset)
+        return flat.view(dtype).view(entry.shape)
+
+    def verify_tensor(self, name: str) -> None:
+        """Compare one tensor's bytes with its sha256; raises DscError naming file and tensor."""
+        entry = self.manifest.tensors[name]
+        digest = hashlib.sha256()
+        self._digest(entry.file, entry.offset, entry.offset + entry.bytes, digest.update)
+        if digest.hexdigest() != entry.sha256:
+            raise self._changed(entry.file, entry.sha256, digest.hexdigest(), name)
+
+    def verify_hashes(self, advance: Callable[[int], None] = lambda nbytes: None) -> None:
+        """Hash every file and every tensor; `advance` is told the bytes gone through.
+
+        Raises DscError with all that differ; a changed byte inside a tensor names the tensor.
+        """
+        faults = [fault for path in sorted(self.manifest.files) for fault in self._verify_file(path, advance)]
+        raise_all(f"{self.path}: changed since it was built", faults)
+
+    def close(self) -> None:
+        """Let the mapped files go. Tensors still held keep their file mapped."""
+        self._maps.clear()
+
+    # -- inside
+
+    def _check_files(self) -> None:
+        faults = []
+        root = self.path.resolve()
+        for path, entry in sorted(self.manifest.files.items()):
+            file, where = self.path / path, str(self.path / path)
+            if not file.is_file():
+                ranks = [
+                    rank
+                    for files in self.manifest.graphs.values()
+                    for rank, f in enumerate(files)
+                    if path in (f.onnx, f.program)
+                ]
+                of = f" (rank {ranks[0]})" if ranks else ""
+                faults.append(DscError(f"is missing{of}", where=where))
+            elif not file.resolve().is_relative_to(root):
+                faults.append(DscError("leads out of the engine", where=where, got=f"a link to {file.resolve()}"))
+            elif file.stat().st_size != entry.bytes:
+                got = f"{file.stat().st_size} bytes"
+                faults.append(DscError("has another size", where=where, wanted=f"{entry.bytes} bytes", got=got))
+        raise_all(f"{self.path}: the engine is not whole", faults)
+
+    def _rank_of(self, path: str) -> str:
+        for ranks in self.manifest.graphs.values():
+            for rank, files in enumerate(ranks):
+                if path in (files.onnx, files.program):
+                    return f": a file of rank {rank}"
+        return ""
+
+    def _check_weights(self, program: Program, where: str) -> None:
+        faults = []
+        for name, operand in program.operands.items():
+            if operand.role != "weight":
+                continue
+            entry = self.manifest.tensors.get(operand.tensor)
+            if entry is None:
+                faults.append(DscError(f"operand {name} names no tensor: {operand.tensor}", where=where))
+            elif (entry.dtype, entry.shape) != (operand.dtype, operand.shape):
+                wanted, got = f"{operand.dtype} {list(operand.shape)}", f"{entry.dtype} {list(entry.shape)}"
+                faults.append(
+                    DscError(f"tensor {operand.tensor} is of another type", where=where, wanted=wanted, got=got)
+                )
+        raise_all(f"{where}: program and weights do not fit together", faults)
+
+    def _read_json(self, path: str) -> Any:
+        """A JSON file of the engine, after its hash."""
+        if path not in self.manifest.files:
+            raise DscError("is not listed in the manifest", where=str(self.path / path))
+        raise_all(f"{self.path}: changed since it was built", list(self._verify_file(path, lambda nbytes: None)))
+        return codec.read_json(self.path / path, str(self.path / path))
+
+    def _verify_file(self, path: str, advance: Callable[[int], None]) -> list[DscError]:
+        """Hash a file and, on the way, the tensors in it, so that it is read once."""
+        entry, size = self.manifest.files[path], (self.path / path).stat().st_size
+        if size != entry.bytes:
+            return [DscError("has another size", where=str(self.path / path), wanted=str(entry.bytes), got=str(size))]
+        whole, at, faults = hashlib.sha256(), 0, []
+        tensors = [(t.offset, name, t) for name, t in self.manifest.tensors.items() if t.file == path]
+        for offset, name, tensor in sorted(tensors, key=lambda item: item[:2]):
+            part = hashlib.sha256()
+            self._digest(path, at, offset, whole.update)
+            self._digest(path, max(at, offset), offset + tensor.bytes, whole.update)
+            self._digest(path, offset, offset + tensor.bytes, part.update)
+            at = max(at, offset + tensor.bytes)
+            advance(tensor.bytes)
+            if part.hexdigest() != tensor.sha256:
+                faults.append(self._changed(path, tensor.sha256, part.hexdigest(), name))
+        self._digest(path, at, size, whole.update)
+        if whole.hexdigest() != entry.sha256 and not faults:
+            faults.append(self._changed(path, entry.sha256, whole.hexdigest()))
+        return faults
+
+    def _changed(self, path: str, wanted: str, got: str, tensor: str = "") -> DscError:
+        what = f"the bytes of {tensor} changed" if tensor else "its bytes changed"
+        return DscError(what, where=str(self.path / path), wanted=f"sha256 {wanted}", got=f"sha256 {got}")
+
+    def _digest(self, path: str, start: int, end: int, update: Callable[[memoryview], None]) -> None:
+        if end <= start:
+            return
+        with memoryview(self._map(path)) as view:
+            for at in range(start, end, _PIECE):
+                update(view[at : min(end, at + _PIECE)])
+
+    def _map(self, path: str) -> mmap.mmap:
+        """A private mapping of a file: torch wants memory it may write, and the file must stay as it is."""
+        if path not in self._maps:
+            with open(self.path / path, "rb") as file:
+                # Not reserving keeps the kernel from refusing a private mapping larger than its memory.
+                flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+                self._maps[path] = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        return self._maps[path]

@@ -1,0 +1,247 @@
+"""manifest.json as dataclasses: everything an engine says about itself. Its keys are these fields; see docs of each."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+from dsc.runtime import codec
+from dsc.runtime.errors import DscError, nearest, raise_all
+from dsc.runtime.program import DTYPE_BYTES
+from dsc.runtime.spec import ModelSpec
+
+SCHEMA_VERSION = 1
+TARGETS = ("cpu", "sm_80", "sm_90a", "sm_100a", "tensorrt")
+NAME = "manifest.json"
+LOCAL = "local"  # measured after the build; neither listed nor hashed
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Ranks along each axis of the device mesh."""
+
+    tensor: int = 1
+    expert: int = 1
+    pipeline: int = 1
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest step, in tokens and sequences, and the longest context the engine is planned for."""
+
+    batch_tokens: int
+    sequences: int
+    context_tokens: int
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """A cache block of one layer: [block_tokens, latent + rope] of `dtype`, row-major.
+
+    A token's row is its normed latent, then its rotated key, whose pairs stay side by side ("interleaved").
+    """
+
+    dtype: str
+    block_tokens: int
+    latent: int
+    rope: int
+    block_bytes: int
+    rope_order: Literal["interleaved"] = "interleaved"
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one layer."""
+        return self.block_bytes // self.block_tokens
+
+
+@dataclass(frozen=True)
+class Mtp:
+    """Whether an MTP model is part of the engine, and how many tokens it drafts."""
+
+    enabled: bool
+    drafts: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model of the engine: its decoder layers, and the graph of each phase ("" for a model without phases)."""
+
+    layers: tuple[int, ...]
+    phases: dict[str, str]
+
+
+@dataclass(frozen=True)
+class GraphFiles:
+    """Files of one graph on one rank."""
+
+    onnx: str
+    program: str
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One stored tensor: `bytes` bytes at `offset` of `file`.
+
+    weight_class   by which the recipe chose `format` (see dsc.plugins.formats), of which this is the part data or scales
+    layout         order of the elements; kernels that want another than "row_major" name it
+    models         models that use the tensor
+    """
+
+    file: str
+    offset: int
+    bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+    weight_class: str
+    format: str
+    part: str
+    models: tuple[str, ...]
+    layout: str = "row_major"
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size and hash of one file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What an engine is. `recipe` is the recipe as resolved, `toolchain` the versions that shaped the bytes.
+
+    graphs   by name, one entry per rank
+    tensors  by the name that programs use
+    files    every hashed file, by its path in the engine
+    """
+
+    schema_version: int
+    spec: ModelSpec
+    recipe: dict[str, Any]
+    target: Literal["cpu", "sm_80", "sm_90a", "sm_100a", "tensorrt"]
+    ranks: int
+    parallel: Parallel
+    limits: Limits
+    decode_buckets: tuple[int, ...]
+    kv_cache: CacheLayout
+    mtp: Mtp
+    models: dict[str, Model]
+    graphs: dict[str, tuple[GraphFiles, ...]]
+    tensors: dict[str, TensorEntry]
+    files: dict[str, FileEntry]
+    toolchain: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON data that `from_json` reads back."""
+        data: dict[str, Any] = codec.encode(self)
+        return data
+
+    @classmethod
+    def from_json(cls, data: Any, where: str) -> Manifest:
+        """The inverse of `to_json`, checked throughout; raises DscError with all faults, each naming `where`."""
+        _check_version(data, where)
+        manifest = codec.decode(cls, data, where)
+        raise_all(f"{where}: the manifest does not fit together", list(_faults(manifest, where)))
+        return manifest
+
+
+def _check_version(data: Any, where: str) -> None:
+    """Before anything else: another version has other keys, and a heap of faults would hide why."""
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if type(version) is not int:
+        raise DscError("is not the manifest of an engine", where=where, wanted="schema_version, an integer")
+    if version != SCHEMA_VERSION:
+        raise DscError(
+            "the engine has another schema version",
+            where=where,
+            wanted=f"schema version {SCHEMA_VERSION}, the one this dsc reads",
+            got=f"schema version {version}",
+            try_="the dsc that built the engine, or build it again",
+        )
+
+
+def is_inside(path: str) -> bool:
+    """Whether a path names a file inside the engine: relative, normal, without `..`, in forward slashes."""
+    pure = PurePosixPath(path)
+    plain = bool(path) and "\\" not in path and "\0" not in path and str(pure) == path
+    return plain and not pure.is_absolute() and ".." not in pure.parts and pure.parts[0] != LOCAL and path != NAME
+
+
+def _faults(manifest: Manifest, where: str) -> Iterator[DscError]:
+    for path, entry in manifest.files.items():
+        if not is_inside(path):
+            yield DscError(f"files names {path!r}, which is no path inside the engine", where=where)
+        if entry.bytes < 0 or not _is_sha256(entry.sha256):
+            got = f"{entry.bytes} bytes, {entry.sha256!r}"
+            yield DscError(f"files[{path!r}] has no size and sha256", where=where, got=got)
+    for name, tensor in manifest.tensors.items():
+        yield from _tensor_faults(manifest, name, tensor, where)
+    yield from _graph_faults(manifest, where)
+    positive = {
+        "ranks": manifest.ranks,
+        "limits.batch_tokens": manifest.limits.batch_tokens,
+        "limits.sequences": manifest.limits.sequences,
+        "limits.context_tokens": manifest.limits.context_tokens,
+        "kv_cache.block_tokens": manifest.kv_cache.block_tokens,
+    }
+    for name, value in positive.items():
+        if value < 1:
+            yield DscError(f"{name} is not positive", where=where, got=str(value))
+    yield from _cache_faults(manifest.kv_cache, where)
+
+
+def _cache_faults(cache: CacheLayout, where: str) -> Iterator[DscError]:
+    if cache.dtype not in DTYPE_BYTES:
+        yield DscError("kv_cache.dtype is unknown", where=where, wanted=", ".join(DTYPE_BYTES), got=cache.dtype)
+        return
+    want = cache.block_tokens * (cache.latent + cache.rope) * DTYPE_BYTES[cache.dtype]
+    if cache.block_bytes != want:
+        got = str(cache.block_bytes)
+        yield DscError("kv_cache.block_bytes does not follow from its widths", where=where, wanted=str(want), got=got)
+
+
+def _is_sha256(text: str) -> bool:
+    return re.fullmatch("[0-9a-f]{64}", text) is not None
+
+
+def _tensor_faults(manifest: Manifest, name: str, tensor: TensorEntry, where: str) -> Iterator[DscError]:
+    path = f"tensors[{name!r}]"
+    if tensor.file not in manifest.files:
+        near = nearest(tensor.file, manifest.files)
+        yield DscError(f"{path}.file is not in files", where=where, got=tensor.file, try_=near)
+        return
+    if tensor.dtype not in DTYPE_BYTES or min(tensor.shape, default=0) < 0 or not _is_sha256(tensor.sha256):
+        got = f"{tensor.dtype} {list(tensor.shape)}, sha256 {tensor.sha256!r}"
+        yield DscError(f"{path} has no dtype, shape and sha256 that can be", where=where, got=got)
+        return
+    size, held = DTYPE_BYTES[tensor.dtype], manifest.files[tensor.file].bytes
+    if tensor.bytes != math.prod(tensor.shape) * size:
+        got = f"{tensor.bytes} for {tensor.dtype} {list(tensor.shape)}"
+        yield DscError(f"{path}.bytes does not follow from its shape", where=where, got=got)
+    if tensor.offset < 0 or tensor.offset % size or tensor.offset + tensor.bytes > held:
+        wanted = f"within the {held} bytes of {tensor.file}, a multiple of {size}"
+        got = f"{tensor.bytes} bytes at {tensor.offset}"
+        yield DscError(f"{path}.offset is out of range", where=where, wanted=wanted, got=got)
+
+
+def _graph_faults(manifest: Manifest, where: str) -> Iterator[DscError]:
+    for name, ranks in manifest.graphs.items():
+        if len(ranks) != manifest.ranks:
+            got = f"{len(ranks)} entries, ranks is {manifest.ranks}"
+            yield DscError(f"graphs[{name!r}] has not one entry per rank", where=where, got=got)
+        for rank, graph in enumerate(ranks):
+            for file in (graph.onnx, graph.program):
+                if file not in manifest.files:
+                    yield DscError(f"graphs[{name!r}] names {file} for rank {rank}, which is not in files", where=where)
+    for name, model in manifest.models.items():
+        for phase, graph_name in model.phases.items():
+            if graph_name not in manifest.graphs:
+                near = nearest(graph_name, manifest.graphs)
+                what = f"models[{name!r}].phases[{phase!r}] is {graph_name}, which is no graph"
+                yield DscError(what, where=where, try_=near)
