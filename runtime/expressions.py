@@ -74,6 +74,10 @@ class Expression:
         """Letters, counters and device constants the expression reads."""
         return _names(self.tree)
 
+    def grows(self) -> bool:
+        """Whether more of any letter never makes the value smaller: the sizes that one memory plan can serve."""
+        return _grows(self.tree)
+
     def evaluate(self, values: Mapping[str, int]) -> int:
         """The value under `values`; raises ExpressionError on a missing name or a division by zero."""
         try:
@@ -223,6 +227,22 @@ def _names(tree: Tree) -> set[str]:
     if isinstance(tree, int):
         return set()
     return {tree} if isinstance(tree, str) else _names(tree[1]) | _names(tree[2])
+
+
+def _grows(tree: Tree) -> bool:
+    """Letters are counts, so only subtracting or dividing by one can shrink a value (and a negative factor)."""
+    if not isinstance(tree, tuple):
+        return True
+    function, left, right = tree
+    if function in ("-", "//", "ceil_div"):
+        return _grows(left) and isinstance(right, int) and (function == "-" or right > 0)
+    if function == "*":
+        return all(_grows(part) and not _subtracts(part) for part in (left, right))
+    return _grows(left) and _grows(right)
+
+
+def _subtracts(tree: Tree) -> bool:
+    return isinstance(tree, tuple) and (tree[0] == "-" or _subtracts(tree[1]) or _subtracts(tree[2]))
 
 
 def _shown(values: Mapping[str, int], names: set[str]) -> str:
