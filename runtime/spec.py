@@ -30,7 +30,7 @@ class Yarn:
 class SourceFormat:
     """How the checkpoint stores its linear weights."""
 
-    kind: str  # "bf16" or "fp8"
+    kind: str  # "bf16", "fp32" or "fp8"
     block: tuple[int, int] = (128, 128)  # fp8: rows and columns that share one scale
     scale_fmt: str = ""  # "ue8m0": activations are quantized with powers of two (V3.1)
 
