@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
+from onnx_graphsurgeon.logger import G_LOGGER
 
 from dsc.compiler.ir.weight import ONNX_DTYPES, Expression, WeightValues
 from dsc.plugins.schema import Attribute, Dim, Op, Type, load_op
@@ -18,6 +19,9 @@ OPSET = 23
 IR_VERSION = 11
 DOMAIN = "dsc"
 _NAMES: dict[int, str] = {int(onnx_dtype): name for name, onnx_dtype in ONNX_DTYPES.items()}
+
+# graphsurgeon warns on stdout about dtypes numpy lacks and an absent color module; what matters, `verify` tells.
+G_LOGGER.severity = G_LOGGER.ERROR
 
 Node: TypeAlias = gs.Node
 Tensor: TypeAlias = gs.Variable | gs.Constant
