@@ -1,0 +1,45 @@
+"""RMSNorm on GPUs: one program a row, statistics in float32."""
+
+import triton
+import triton.language as tl
+
+from dsc.plugins.gpu_node import GpuNode
+from dsc.runtime.steps import Variant
+
+
+@triton.jit
+def rms_norm(x, weight, y, epsilon, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """y[r] = x[r] / sqrt(mean(x[r]^2) + epsilon) * weight."""
+    row = tl.program_id(0).to(tl.int64) * D
+    columns = tl.arange(0, BLOCK)
+    inside = columns < D
+    scale = tl.load(weight + columns, inside, 0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    values = tl.load(x + row + columns, inside, 0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    inverse = tl.math.rsqrt(tl.sum(values * values, 0) / D + epsilon)
+    tl.store(y + row + columns, (values * inverse * scale).to(y.dtype.element_ty), inside)
+
+
+def lower(node: GpuNode) -> tuple[Variant, ...]:
+    """One launch of T programs."""
+    width = node.width("D")
+    pdl = node.arch.has_pdl
+    step = node.triton(
+        rms_norm,
+        ("T",),
+        {
+            "x": node.at("x"),
+            "weight": node.at("weight"),
+            "y": node.at("y"),
+            "epsilon": float(node.attributes["epsilon"]),
+            "D": width,
+            "BLOCK": triton.next_power_of_2(width),
+            "PDL": pdl,
+        },
+        num_warps=8 if width > 2048 else 4,
+        pdl=pdl,
+    )
+    return (Variant((step,)),)
