@@ -1,0 +1,150 @@
+"""From the steps of a program to calls: expressions evaluated, addresses put in, so that a launch is one driver call."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsc.runtime.cuda import driver
+from dsc.runtime.errors import DscError
+from dsc.runtime.expressions import evaluate, parse_guard
+from dsc.runtime.program import Program, ProgramNode
+from dsc.runtime.steps import Argument, Copy, Fill, Gemm, Kernel, Matrix, Null, Pointer, Repeat, Scalar, Step, Variant
+
+Call = Callable[[int], object]  # takes the stream; torch calls use the current one, which is the same
+_SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
+
+
+@dataclass(frozen=True)
+class BoundStep:
+    """One call with the node it belongs to and a name for profiles."""
+
+    node: str
+    name: str
+    call: Call
+
+
+@dataclass(frozen=True)
+class Binder:
+    """Binds the nodes of one program.
+
+    tensors   every operand's memory, as torch tensors on the device at the letters' bounds
+    library   a loaded cubin by its name in the engine
+    """
+
+    program: Program
+    tensors: Mapping[str, torch.Tensor]
+    library: Callable[[str], driver.Library]
+    num_sms: int
+
+    def bind(self, letters: Mapping[str, int]) -> list[BoundStep]:
+        """All calls of a step whose letters have these values, in order."""
+        values = {**letters, "SMS": self.num_sms}
+        return [
+            BoundStep(node.name, name, call)
+            for node in self.program.nodes
+            for name, call in self._steps(self._variant(node, values).steps, values)
+        ]
+
+    def _variant(self, node: ProgramNode, values: Mapping[str, int]) -> Variant:
+        for variant in node.variants:
+            if parse_guard(variant.guard).holds(values):
+                return variant
+        raise DscError(f"{self.program.name}: {node.name} has no variant for this step", got=str(dict(values)))
+
+    def _steps(self, steps: tuple[Step, ...], values: Mapping[str, int]) -> Iterator[tuple[str, Call]]:
+        for step in steps:
+            if isinstance(step, Kernel):
+                call = self._kernel(step, values)
+                if call is not None:
+                    yield step.entry, call
+            elif isinstance(step, Gemm):
+                yield "gemm", self._gemm(step, values)
+            elif isinstance(step, Fill):
+                yield "fill", self._fill(step, values)
+            elif isinstance(step, Copy):
+                yield "copy", self._copy(step, values)
+            elif isinstance(step, Repeat):
+                for i in range(evaluate(step.count, values)):
+                    yield from self._steps(step.steps, {**values, step.letter: i})
+            else:
+                raise DscError(f"{self.program.name}: a {step.kind} step needs several ranks", got="one rank")
+
+    def _address(self, pointer: Pointer, values: Mapping[str, int]) -> int:
+        return self.tensors[pointer.operand].data_ptr() + evaluate(pointer.offset, values)
+
+    def _kernel(self, step: Kernel, values: Mapping[str, int]) -> Call | None:
+        grid = [evaluate(size, values) for size in step.grid]
+        if 0 in grid:
+            return None  # nothing to do; the driver refuses an empty grid
+        function = self.library(step.cubin).function(step.entry, step.shared_bytes)
+        config = driver.launch_config(grid, step.block, step.shared_bytes, step.cluster, step.pdl, step.cooperative)
+        holders = [self._argument(argument, values) for argument in step.arguments]
+        pointers = (ctypes.c_void_p * max(len(holders), 1))(*[address for address, _ in holders])
+        entry = step.entry
+
+        def call(stream: int, keep: Any = holders) -> None:
+            driver.launch(config, function, pointers, stream, entry)
+
+        return call
+
+    def _argument(self, argument: Argument, values: Mapping[str, int]) -> tuple[int, Any]:
+        """The address of an argument's value, and what must be kept alive for it."""
+        if isinstance(argument, Pointer):
+            value: Any = ctypes.c_uint64(self._address(argument, values))
+        elif isinstance(argument, Scalar):
+            number = argument.value if isinstance(argument.value, float) else evaluate(argument.value, values)
+            value = _SCALARS[argument.dtype](number)
+        elif isinstance(argument, Null):
+            value = ctypes.c_uint64(0)
+        else:
+            made = driver.tensor_map(
+                argument.dtype,
+                self._address(Pointer(argument.operand, argument.offset), values),
+                [evaluate(d, values) for d in argument.dims],
+                [evaluate(s, values) for s in argument.strides],
+                argument.box,
+                argument.swizzle,
+                argument.l2_bytes,
+                argument.out_of_bounds == "nan",
+            )
+            return int(made.getPtr()), made
+        return ctypes.addressof(value), value
+
+    def _bytes(self, pointer: Pointer, count: int, values: Mapping[str, int]) -> torch.Tensor:
+        whole = self.tensors[pointer.operand].view(-1).view(torch.uint8)
+        start = evaluate(pointer.offset, values)
+        return whole[start : start + count]
+
+    def _fill(self, step: Fill, values: Mapping[str, int]) -> Call:
+        target = self._bytes(step.destination, evaluate(step.bytes, values), values)
+        return lambda stream: target.fill_(step.value)
+
+    def _copy(self, step: Copy, values: Mapping[str, int]) -> Call:
+        count = evaluate(step.bytes, values)
+        source, target = self._bytes(step.source, count, values), self._bytes(step.destination, count, values)
+        return lambda stream: target.copy_(source)
+
+    def _matrix(self, matrix: Matrix, rows: int, cols: int, batch: int, values: Mapping[str, int]) -> torch.Tensor:
+        dtype = getattr(torch, matrix.dtype)
+        flat = self.tensors[matrix.at.operand].view(-1).view(torch.uint8)[evaluate(matrix.at.offset, values) :]
+        flat = flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        if matrix.transposed:
+            rows, cols = cols, rows
+        strides = (evaluate(matrix.batch_stride, values), evaluate(matrix.stride, values), 1)
+        view = torch.as_strided(flat, (batch, rows, cols), strides)
+        return view.transpose(1, 2) if matrix.transposed else view
+
+    def _gemm(self, step: Gemm, values: Mapping[str, int]) -> Call:
+        m, n, k, batch = (evaluate(size, values) for size in (step.m, step.n, step.k, step.batch))
+        a, b = self._matrix(step.a, m, k, batch, values), self._matrix(step.b, k, n, batch, values)
+        c = self._matrix(step.c, m, n, batch, values)
+        if step.beta == 0.0 and step.alpha == 1.0:
+            if batch == 1:
+                return lambda stream: torch.mm(a[0], b[0], out=c[0])
+            return lambda stream: torch.bmm(a, b, out=c)
+        return lambda stream: torch.baddbmm(c, a, b, beta=step.beta, alpha=step.alpha, out=c)
