@@ -105,3 +105,33 @@ def _node(node: Node) -> ProgramNode:
         outputs=tuple(str(tensor.name) for tensor in node.outputs),
         attributes=dict(sorted(node.attrs.items())),
     )
+
+
+def memory_report(program: Program) -> dict[str, int]:
+    """Bytes of a program's memory at its largest step, for report.json.
+
+    live_bytes is counted here from the program alone, not taken from the planner: the arena cannot be smaller.
+    """
+    last = {
+        program.root(name): i for i, node in enumerate(program.nodes) for name in (*node.inputs, *node.outputs) if name
+    }
+    live, most = 0, 0
+    ends: dict[int, int] = {}
+    for i, node in enumerate(program.nodes):
+        for name in node.outputs:
+            operand = program.operands[name]
+            if operand.offset is not None:
+                live += operand.bytes
+                ends[last[name]] = ends.get(last[name], 0) + operand.bytes
+        most = max(most, live)
+        live -= ends.get(i, 0)
+    roles = {
+        role: sum(o.bytes for o in program.operands.values() if o.role == role and not o.alias)
+        for role in ("input", "output", "state")
+    }
+    return {
+        "arena_bytes": program.arena_bytes,
+        "live_bytes": most,
+        "tensors": sum(o.offset is not None for o in program.operands.values()),
+        **{f"{role}_bytes": size for role, size in roles.items()},
+    }

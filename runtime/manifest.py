@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
@@ -24,9 +24,9 @@ LOCAL = "local"  # measured after the build; neither listed nor hashed
 class Parallel:
     """Ranks along each axis of the device mesh."""
 
-    tensor: int = 1
-    expert: int = 1
-    pipeline: int = 1
+    tensor: int
+    expert: int
+    pipeline: int
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class CacheLayout:
     latent: int
     rope: int
     block_bytes: int
-    rope_order: Literal["interleaved"] = "interleaved"
+    rope_order: Literal["interleaved"]
 
     @property
     def token_bytes(self) -> int:
@@ -101,7 +101,7 @@ class TensorEntry:
     format: str
     part: str
     models: tuple[str, ...]
-    layout: str = "row_major"
+    layout: str
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Manifest:
     graphs: dict[str, tuple[GraphFiles, ...]]
     tensors: dict[str, TensorEntry]
     files: dict[str, FileEntry]
-    toolchain: dict[str, str] = field(default_factory=dict)
+    toolchain: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
         """JSON data that `from_json` reads back."""

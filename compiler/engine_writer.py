@@ -1,0 +1,212 @@
+"""Write an engine folder: graphs, programs, tokenizer, report, and last the manifest with the hash of everything."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from dsc.compiler.ir.graph import Graph, dtype_of, expression_of, weight_class_of
+from dsc.compiler.ir.weight import DTYPE_BYTES, Expression, Quantize, WeightValues
+from dsc.compiler.lower import lower, memory_report
+from dsc.compiler.recipe import Recipe
+from dsc.compiler.staging import sync
+from dsc.runtime import codec
+from dsc.runtime.errors import DscError
+from dsc.runtime.manifest import (
+    NAME,
+    SCHEMA_VERSION,
+    CacheLayout,
+    FileEntry,
+    GraphFiles,
+    Limits,
+    Manifest,
+    Model,
+    Mtp,
+    Parallel,
+    TensorEntry,
+)
+from dsc.runtime.spec import ModelSpec
+
+# What the runtime reads of a checkpoint's tokenizer; a checkpoint without tokenizer.json makes an engine for token ids.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+# Packages whose version can change an engine's bytes.
+TOOLCHAIN = ("dsc", "numpy", "onnx", "onnx-graphsurgeon", "torch")
+_PIECE = 1 << 24  # bytes hashed at a time
+
+
+@dataclass(frozen=True)
+class EngineContents:
+    """What goes into an engine whose weights are written already.
+
+    graphs         final graphs in the order main, mtp, sample; every weight constant has its placement
+    tensor_sha256  hash of each stored tensor by its name; `file_sha256` of files already hashed, by path in the engine
+    checkpoint     folder the tokenizer is copied from
+    report         parts of report.json: passes, ledger, weights
+    """
+
+    spec: ModelSpec
+    recipe: Recipe
+    graphs: Sequence[Graph]
+    tensor_sha256: Mapping[str, str]
+    checkpoint: Path
+    report: Mapping[str, Any] = field(default_factory=dict)
+    file_sha256: Mapping[str, str] = field(default_factory=dict)
+
+
+def write_engine(folder: Path, contents: EngineContents) -> Manifest:
+    """Complete a folder that holds the weights. The manifest comes last: without it a folder is no engine.
+
+    Same contents, same bytes: no time, path or host name is written, keys are sorted.
+    """
+    assert contents.recipe.parallel.num_ranks == 1, contents.recipe.parallel
+    graphs, memory = {}, {}
+    (folder / "program").mkdir(exist_ok=True)
+    for graph in contents.graphs:
+        graphs[graph.name], memory[graph.name] = _write_graph(folder, graph)
+    _copy_tokenizer(folder / "tokenizer", contents.checkpoint)
+    (folder / "report.json").write_bytes(codec.dump_json({**contents.report, "memory": memory}))
+    manifest = _manifest(contents, graphs, _file_entries(folder, contents.file_sha256))
+    _write_synced(folder / NAME, codec.dump_json(manifest.to_json()))
+    return manifest
+
+
+def weight_bytes(graphs: Sequence[Graph]) -> int:
+    """Bytes of all weights the graphs store, each once and with its alignment: what a disk must hold."""
+    sizes = {name: expression_of(tensor).nbytes for graph in graphs for name, tensor in graph.weights().items()}
+    return sum(-(-size // 64) * 64 for size in sizes.values())
+
+
+def _write_graph(folder: Path, graph: Graph) -> tuple[tuple[GraphFiles, ...], dict[str, int]]:
+    files = GraphFiles(f"{graph.name}.rank0.onnx", f"program/{graph.name}.rank0.json")
+    model = graph.to_onnx()
+    for node in model.graph.node:
+        attributes = sorted(node.attribute, key=lambda attribute: str(attribute.name))
+        del node.attribute[:]
+        node.attribute.extend(attributes)
+    content: bytes = model.SerializeToString(deterministic=True)
+    (folder / files.onnx).write_bytes(content)
+    onnx.checker.check_model(str(folder / files.onnx))
+    program = lower(graph, hashlib.sha256(content).hexdigest())
+    (folder / files.program).write_bytes(codec.dump_json(program.to_json()))
+    return (files,), memory_report(program)
+
+
+def _copy_tokenizer(folder: Path, checkpoint: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    for name in TOKENIZER_FILES:
+        if (checkpoint / name).is_file():
+            shutil.copyfile(checkpoint / name, folder / name)
+
+
+def _file_entries(folder: Path, known: Mapping[str, str]) -> dict[str, FileEntry]:
+    """Size and hash of every file of the folder but the manifest, synced to the disk on the way."""
+    entries = {}
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        path = file.relative_to(folder).as_posix()
+        if path != NAME:
+            entries[path] = FileEntry(file.stat().st_size, known.get(path) or _sha256(file))
+            sync(file)
+    return entries
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while piece := stream.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _write_synced(file: Path, content: bytes) -> None:
+    """Through another name, so that a cut write is no manifest."""
+    beside = file.with_name(f"{file.name}.partial")
+    beside.write_bytes(content)
+    sync(beside)
+    beside.rename(file)
+
+
+def _manifest(
+    contents: EngineContents, graphs: dict[str, tuple[GraphFiles, ...]], files: dict[str, FileEntry]
+) -> Manifest:
+    recipe, spec = contents.recipe, contents.spec
+    token_bytes = spec.cache_width * DTYPE_BYTES[recipe.kv_cache.dtype]
+    manifest = Manifest(
+        schema_version=SCHEMA_VERSION,
+        spec=spec,
+        recipe=recipe.to_json(),
+        target=recipe.target,  # type: ignore[arg-type]
+        ranks=1,
+        parallel=Parallel(tensor=1, expert=1, pipeline=1),
+        limits=Limits(recipe.limits.batch_tokens, recipe.limits.sequences, recipe.limits.context_tokens),
+        decode_buckets=recipe.decode_buckets,
+        kv_cache=CacheLayout(
+            dtype=recipe.kv_cache.dtype,
+            block_tokens=recipe.kv_cache.block_tokens,
+            latent=spec.kv_lora_rank,
+            rope=spec.qk_rope_head_dim,
+            block_bytes=recipe.kv_cache.block_tokens * token_bytes,
+            rope_order="interleaved",
+        ),
+        mtp=Mtp(recipe.mtp.enabled, recipe.mtp.drafts),
+        models=_models(contents.graphs),
+        graphs=graphs,
+        tensors=_tensor_entries(contents),
+        files=files,
+        toolchain={name: _version(name) for name in TOOLCHAIN},
+    )
+    # Read back what will be written: a fault is found here, not by the first who loads the engine.
+    return Manifest.from_json(codec.encode(manifest), NAME)
+
+
+def _version(package: str) -> str:
+    """A package's version without its local part: torch's CPU and CUDA builds write the same bytes."""
+    return importlib.metadata.version(package).partition("+")[0]
+
+
+def _models(graphs: Sequence[Graph]) -> dict[str, Model]:
+    models: dict[str, Model] = {}
+    for graph in graphs:
+        before = models.get(graph.info.model, Model(graph.info.layers, {}))
+        models[graph.info.model] = Model(before.layers, {**before.phases, graph.info.phase: graph.name})
+    return models
+
+
+def _tensor_entries(contents: EngineContents) -> dict[str, TensorEntry]:
+    found: dict[str, TensorEntry] = {}
+    users: dict[str, set[str]] = {}
+    for graph in contents.graphs:
+        for name, tensor in graph.weights().items():
+            users.setdefault(name, set()).add(graph.info.model)
+            values: WeightValues = tensor._values
+            if values.placement is None:
+                raise DscError("was not written", where=f"{graph.name}: weight {name}")
+            format_, part = _stored_as(expression_of(tensor))
+            entry = TensorEntry(
+                file=values.placement.location,
+                offset=values.placement.offset,
+                bytes=values.placement.length,
+                dtype=dtype_of(tensor),
+                shape=tuple(tensor.shape),
+                sha256=contents.tensor_sha256[name],
+                weight_class=weight_class_of(tensor),
+                format=format_,
+                part=part,
+                models=tuple(sorted(users[name])),
+                layout="row_major",
+            )
+            found[name] = entry
+    return found
+
+
+def _stored_as(expression: Expression) -> tuple[str, str]:
+    """Format and part of a stored tensor; what no recipe quantized has its dtype for a format."""
+    if isinstance(expression, Quantize):
+        return expression.format, expression.part
+    return {"float32": "fp32", "bfloat16": "bf16"}.get(expression.dtype, expression.dtype), "data"
