@@ -16,7 +16,7 @@ from dsc.runtime.program import Program, ProgramNode
 from dsc.runtime.steps import Argument, Copy, Fill, Gemm, Kernel, Matrix, Null, Pointer, Repeat, Scalar, Step, Variant
 
 Call = Callable[[int], object]  # takes the stream; torch calls use the current one, which is the same
-_SCALARS = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
+_SCALARS: dict[str, Callable[[Any], Any]] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class Binder:
         if isinstance(argument, Pointer):
             value: Any = ctypes.c_uint64(self._address(argument, values))
         elif isinstance(argument, Scalar):
-            number = argument.value if isinstance(argument.value, float) else evaluate(argument.value, values)
-            value = _SCALARS[argument.dtype](number)
+            text = argument.value
+            value = _SCALARS[argument.dtype](text if isinstance(text, float) else evaluate(text, values))
         elif isinstance(argument, Null):
             value = ctypes.c_uint64(0)
         else:
