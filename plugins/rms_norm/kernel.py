@@ -26,7 +26,6 @@ def rms_norm(x, weight, y, epsilon, D: tl.constexpr, BLOCK: tl.constexpr, PDL: t
 def lower(node: GpuNode) -> tuple[Variant, ...]:
     """One launch of T programs."""
     width = node.width("D")
-    pdl = node.arch.has_pdl
     step = node.triton(
         rms_norm,
         ("T",),
@@ -37,9 +36,9 @@ def lower(node: GpuNode) -> tuple[Variant, ...]:
             "epsilon": float(node.attributes["epsilon"]),
             "D": width,
             "BLOCK": triton.next_power_of_2(width),
-            "PDL": pdl,
+            "PDL": node.arch.has_pdl,
         },
         num_warps=8 if width > 2048 else 4,
-        pdl=pdl,
+        pdl=True,
     )
     return (Variant((step,)),)
