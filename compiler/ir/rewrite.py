@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from dsc.compiler.ir.graph import Graph, GraphInfo, Node
 from dsc.runtime.errors import DscError, nearest
@@ -44,7 +45,12 @@ class Report:
 
 @dataclass(frozen=True)
 class Pass:
-    """Base of all passes. The file's name is the pass's name everywhere; dataclass fields are its options."""
+    """Base of all passes. The file's name is the pass's name everywhere; dataclass fields are its options.
+
+    takes   ops that must not be left where the pass has run: what the final check says of a node that is
+    """
+
+    takes: ClassVar[tuple[str, ...]] = ()
 
     def expected(self, info: GraphInfo) -> int | None:
         """How many sites there must be, from the model's facts alone; None where nothing is promised."""

@@ -12,6 +12,8 @@ A weight is a declaration without values: its expression is not told. Small cons
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ import onnx_graphsurgeon as gs
 
 from dsc.compiler.ir.graph import DOMAIN, IR_VERSION, OPSET, Graph, GraphInfo, dtype_of, weight
 from dsc.compiler.ir.weight import Source
-from dsc.runtime.errors import DscError
+from dsc.runtime.errors import DscError, nearest
 
 _HEADER = f'<ir_version: {IR_VERSION}, opset_import: ["" : {OPSET}, "{DOMAIN}" : 1]>\n'
 
@@ -35,6 +37,15 @@ _CLASSES = (
     (r"^lm_head\.", "lm_head"),
 )
 
+_FACTS: dict[str, Callable[[str], Any]] = {
+    "model": str,
+    "phase": str,
+    "layers": lambda text: tuple(map(int, text.split())),
+    "cache_dtype": str,
+    "block_tokens": int,
+    "done": lambda text: tuple(text.split()),
+}
+
 
 def class_of_name(name: str) -> str:
     """The weight class that a checkpoint's tensor of this name has."""
@@ -48,7 +59,42 @@ def to_text(graph: Graph) -> str:
         attributes = sorted(node.attribute, key=lambda a: a.name)
         del node.attribute[:]
         node.attribute.extend(attributes)
-    return onnx.printer.to_text(proto) + "\n"
+    lines = onnx.printer.to_text(proto).splitlines()
+    # One declaration a line, so that dumps can be compared line by line.
+    return (
+        "\n".join(line.replace(", ", ",\n    ") if line.startswith("   <") else line.rstrip() for line in lines) + "\n"
+    )
+
+
+def header(info: GraphInfo) -> str:
+    """The model's facts as comment lines before a graph's text, for `dsc opt` (the spec itself comes from a config.json)."""
+    facts = {
+        "model": info.model,
+        "phase": info.phase,
+        "layers": " ".join(map(str, info.layers)),
+        "cache_dtype": info.cache_dtype,
+        "block_tokens": info.block_tokens,
+        "done": " ".join(info.done),
+    }
+    return "".join(f"# {name}: {value}".rstrip() + "\n" for name, value in facts.items())
+
+
+def read_header(text: str, info: GraphInfo) -> GraphInfo:
+    """`info` with the facts that a text's header tells. DscError for one it cannot have."""
+    facts: dict[str, Any] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        found = re.fullmatch(r"# (\w+):\s*(.*)", line)
+        if found is None:
+            continue
+        name, value = found.groups()
+        if name not in _FACTS:
+            where, wanted = f"line {number}", ", ".join(_FACTS)
+            raise DscError(f"unknown fact {name}", where=where, wanted=wanted, try_=nearest(name, _FACTS))
+        try:
+            facts[name] = _FACTS[name](value)
+        except ValueError as error:
+            raise DscError(f"{name} cannot be {value!r}", where=f"line {number}", got=str(error)) from error
+    return replace(info, **facts)
 
 
 def from_text(text: str, info: GraphInfo) -> Graph:
