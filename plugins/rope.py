@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from dsc.plugins.cpu_node import StepMemo
+
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x [..., R] turned pair by pair by the angles of cos and sin [..., R/2], in float32."""
@@ -22,3 +24,9 @@ def rotation(cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> t
 def rotate_by(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     """`rotate` in one multiplication: x float32 [..., R] with even strides, turns complex, as `rotation` makes them."""
     return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns).flatten(-2)
+
+
+def step_turns(step: StepMemo, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """`rotation` of a step's rows, once for all layers (the tables of an engine are one pair)."""
+    turns: torch.Tensor = step.once(("rotation", cos.data_ptr()), lambda: rotation(cos, sin, positions))
+    return turns

@@ -1,0 +1,163 @@
+"""MlaAttention on CPUs: gathered keys, and torch's fused attention over them.
+
+Legend: G sequences of a group, Q queries of each, S keys of each, n = G*Q, H heads, N nope, R rope, V value, L latent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import linear, pad, scaled_dot_product_attention
+
+from dsc.plugins.cpu_node import CpuNode, Run, StepMemo, keep
+from dsc.plugins.latent_cache import cache_rows
+from dsc.plugins.mla_attention.ragged import GROUP_ELEMENTS, Group, Part, Plan, make_plan
+from dsc.plugins.rope import rotate_by, step_turns
+from dsc.plugins.stored import StoredWeight
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The node's attributes that both modes need."""
+
+    heads: int
+    nope: int
+    rope: int
+    v: int
+    latent: int
+    scale: float
+
+
+def bind(node: CpuNode) -> Run | None:
+    """Attention in the node's mode; None (the reference) for caches that are neither float32 nor bfloat16."""
+    a = node.attributes
+    cache_dtype, block_tokens = str(a["cache_dtype"]), int(a["block_tokens"])
+    if cache_dtype not in ("float32", "bfloat16"):
+        return None
+    sizes = Sizes(*(int(a[name]) for name in ("heads", "nope", "rope", "v", "latent_dim")), float(a["scale"]))
+    absorbed = a["mode"] == "absorbed"
+    attend = _absorbed if absorbed else _expanded
+    key_width = sizes.latent + sizes.rope
+    row_elements = sizes.heads * (key_width if absorbed else sizes.nope + sizes.rope)
+    kv_b = node.pack("kv_b", keep)
+    cos, sin = node.constants["cos"], node.constants["sin"]
+
+    def run(
+        step: StepMemo,
+        q: torch.Tensor,
+        positions: torch.Tensor,
+        query_starts: torch.Tensor,
+        sequence_lengths: torch.Tensor,
+        block_table: torch.Tensor,
+        cache: torch.Tensor,
+        latent: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        def plan_step() -> Plan:
+            turns = step_turns(step, cos, sin, positions)
+            ragged = (query_starts, sequence_lengths, block_table)
+            return make_plan(*ragged, turns, block_tokens, row_elements, key_width)
+
+        plan = step.once(("mla_attention", absorbed), plan_step)
+        rows = cache_rows(cache, cache_dtype, key_width)
+        compute = torch.float32 if q.dtype is torch.float32 else rows.dtype
+        if plan.whole:
+            (group,) = plan.groups
+            return (attend(sizes, kv_b, q, _keys(rows, group, compute), group)[0].to(q.dtype),)
+        o = q.new_zeros(len(q), sizes.heads * sizes.v)
+        for group in plan.groups:
+            outputs = attend(sizes, kv_b, q, _keys(rows, group, compute), group)
+            for part, output in zip(group.parts, outputs, strict=True):
+                if part.real is None:
+                    o[part.rows] = output.to(o.dtype)
+                else:
+                    o[part.real[1]] = output[part.real[0]].to(o.dtype)
+        return (o,)
+
+    return run
+
+
+def _keys(rows: torch.Tensor, group: Group, dtype: torch.dtype) -> torch.Tensor:
+    """The cached rows of a group, [G, S, L+R]; memory of its own only where they are scattered."""
+    found = rows[group.slots] if isinstance(group.slots, slice) else rows.index_select(0, group.slots)
+    return found.to(dtype).view(group.size, group.keys, -1)
+
+
+def _absorbed(
+    sizes: Sizes, kv_b: StoredWeight, q: torch.Tensor, keys_GSE: torch.Tensor, group: Group
+) -> list[torch.Tensor]:
+    """Outputs [n, H*V] of the group's parts, with the latents as keys and values of all heads.
+
+    A query's heads are the rows of one attention problem, and the queries its batch: so the latents are read once for
+    all heads, and the mask has a row per query. Values are whole cached rows, since the fused kernel wants equal
+    widths; the rope part of the sum is dropped.
+    """
+    w_HNL = kv_b.dequantize().view(sizes.heads, sizes.nope + sizes.v, sizes.latent)
+    w_uk_HNL, w_uv_HLV = w_HNL[:, : sizes.nope], w_HNL[:, sizes.nope :].mT
+    outputs = []
+    for part in group.parts:
+        q_nHD = q[part.rows].float().view(-1, sizes.heads, sizes.nope + sizes.rope)
+        q_HnL = torch.bmm(q_nHD[..., : sizes.nope].transpose(0, 1), w_uk_HNL)
+        q_nHE = torch.cat((q_HnL.transpose(0, 1), rotate_by(q_nHD[..., sizes.nope :], part.turns)), -1)
+        q_GQHE = q_nHE.to(keys_GSE.dtype).view(group.size, part.queries, sizes.heads, -1)
+        keys_GQSE = keys_GSE[:, None, : part.keys].expand(-1, part.queries, -1, -1)
+        mask = part.mask(q_GQHE.dtype)
+        mask_GQ1S = None if mask is None else mask.unsqueeze(2)
+        sums_GQHE = scaled_dot_product_attention(q_GQHE, keys_GQSE, keys_GQSE, mask_GQ1S, scale=sizes.scale)
+        sums_HnL = sums_GQHE[..., : sizes.latent].permute(2, 0, 1, 3).float().reshape(sizes.heads, -1, sizes.latent)
+        outputs.append(torch.bmm(sums_HnL, w_uv_HLV).transpose(0, 1).reshape(-1, sizes.heads * sizes.v))
+    return outputs
+
+
+def _expanded(
+    sizes: Sizes, kv_b: StoredWeight, q: torch.Tensor, keys_GSE: torch.Tensor, group: Group
+) -> list[torch.Tensor]:
+    """Outputs [n, H*V] of the group's parts, with keys and values made for as many heads at a time as memory allows."""
+    dtype, width = keys_GSE.dtype, sizes.nope + sizes.rope
+    w = kv_b.data if kv_b.data.dtype == dtype else kv_b.dequantize().to(dtype)
+    queries = [_rotated_queries(sizes, q, part, group.size, dtype) for part in group.parts]
+    outputs: list[list[torch.Tensor]] = [[] for _ in group.parts]
+    step = max(1, GROUP_ELEMENTS // (group.size * group.keys * (width + sizes.nope + sizes.v)))
+    for first in range(0, sizes.heads, step):
+        heads = slice(first, min(first + step, sizes.heads))
+        k_GHSD, v_GHSD = _keys_and_values(sizes, w, keys_GSE, heads)
+        for part, q_GHQD, done in zip(group.parts, queries, outputs, strict=True):
+            mask = None if part.causal else part.mask(dtype)
+            o_GHQD = scaled_dot_product_attention(
+                q_GHQD[:, heads],
+                k_GHSD[:, :, : part.keys],
+                v_GHSD[:, :, : part.keys],
+                None if mask is None else mask.unsqueeze(1),
+                is_causal=part.causal,
+                scale=sizes.scale,
+            )
+            done.append(o_GHQD[..., -sizes.v :])
+    joined = [done[0] if len(done) == 1 else torch.cat(done, 1) for done in outputs]
+    return [o_GHQV.transpose(1, 2).reshape(-1, sizes.heads * sizes.v) for o_GHQV in joined]
+
+
+def _rotated_queries(sizes: Sizes, q: torch.Tensor, part: Part, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """[G, H, Q, N+R]"""
+    q_nHD = q[part.rows].view(-1, sizes.heads, sizes.nope + sizes.rope)
+    turned_nHR = rotate_by(q_nHD[..., sizes.nope :].float(), part.turns).to(dtype)
+    q_nHD = torch.cat((q_nHD[..., : sizes.nope].to(dtype), turned_nHR), -1)
+    return q_nHD.view(size, part.queries, sizes.heads, -1).transpose(1, 2)
+
+
+def _keys_and_values(
+    sizes: Sizes, w: torch.Tensor, keys_GSE: torch.Tensor, heads: slice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [G, H, S, N+R] of some heads; a value's last V columns count.
+
+    The fused kernel wants values as wide as keys: they are taken from their place behind k_nope, with its end as
+    filling, which costs no copy.
+    """
+    rows = slice(heads.start * (sizes.nope + sizes.v), heads.stop * (sizes.nope + sizes.v))
+    made_GSF = linear(keys_GSE[..., : sizes.latent], w[rows])
+    made_GSHF = made_GSF.unflatten(-1, (-1, sizes.nope + sizes.v))
+    shared_GSHR = keys_GSE[:, :, None, sizes.latent :].expand(-1, -1, made_GSHF.shape[2], -1)
+    k_GSHD = torch.cat((made_GSHF[..., : sizes.nope], shared_GSHR), -1)
+    spare = sizes.v - sizes.rope
+    v_GSHD = made_GSHF[..., spare:] if spare >= 0 else pad(made_GSHF, (-spare, 0))
+    return k_GSHD.transpose(1, 2), v_GSHD.transpose(1, 2)
