@@ -96,6 +96,14 @@ class ModelSpec:
             scale *= self.yarn.magnitude(self.yarn.mscale_all_dim) ** 2
         return scale
 
+    @property
+    def latent_norm_eps(self) -> float:
+        """Epsilon of q_a_layernorm and kv_a_layernorm: DeepseekV3RMSNorm's default, whatever rms_norm_eps says.
+
+        DeepseekV2Attention and DeepseekV3Attention make those two norms without one (the releases say 1e-6 anyway).
+        """
+        return 1e-6
+
     def is_moe(self, layer: int) -> bool:
         """Whether a decoder layer (MTP layers follow the last) has experts."""
         return self.num_experts > 0 and layer >= self.num_dense_layers

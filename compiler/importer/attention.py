@@ -54,7 +54,7 @@ def queries(build: Builder, node: str, tensor: str, x: gs.Variable, rope: RopeTa
         q_a = build.weight(f"{tensor}.q_a_proj.weight", (spec.q_lora_rank, spec.hidden_size), "attention")
         q_b = build.weight(f"{tensor}.q_b_proj.weight", (width, spec.q_lora_rank), "attention")
         latent = build.linear(f"{node}.q_a_proj", x, q_a)
-        normed = build.norm(f"{node}.q_a_layernorm", latent, f"{tensor}.q_a_layernorm.weight")
+        normed = build.norm(f"{node}.q_a_layernorm", latent, f"{tensor}.q_a_layernorm.weight", spec.latent_norm_eps)
         q = build.linear(f"{node}.q_b_proj", normed, q_b)
     heads = split_heads(build, f"{node}.q", q, spec.qk_head_dim)
     nope, turned = build.split(f"{node}.q_split", heads, 3, nope=spec.qk_nope_head_dim, rope=spec.qk_rope_head_dim)
@@ -74,7 +74,7 @@ def keys_and_values(
 
     joint = build.linear(f"{node}.kv_a_proj_with_mqa", x, kv_a)
     latent, k_pe = build.split(f"{node}.kv_split", joint, 1, latent=latent_width, rope=rope_width)
-    normed = build.norm(f"{node}.kv_a_layernorm", latent, f"{tensor}.kv_a_layernorm.weight")
+    normed = build.norm(f"{node}.kv_a_layernorm", latent, f"{tensor}.kv_a_layernorm.weight", spec.latent_norm_eps)
     one_head = build.reshape(f"{node}.k_pe", k_pe, (1, 1, "T", rope_width))
     rotated = rope.rotate(build, f"{node}.k_rope", one_head)
 

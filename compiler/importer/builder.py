@@ -61,10 +61,11 @@ class Builder:
         """x W^T for W [N, K] as stored."""
         return self.op("Gemm", name, [x, w], (x.shape[0], w.shape[0]), transB=1)
 
-    def norm(self, name: str, x: gs.Variable, tensor: str) -> gs.Variable:
-        """RMSNorm over the last axis."""
+    def norm(self, name: str, x: gs.Variable, tensor: str, epsilon: float = 0.0) -> gs.Variable:
+        """RMSNorm over the last axis; the model's epsilon unless another is given."""
         scale = self.exact(tensor, (x.shape[-1],))
-        return self.op("RMSNormalization", name, [x, scale], x.shape, axis=-1, epsilon=self.spec.rms_norm_eps)
+        epsilon = epsilon or self.spec.rms_norm_eps
+        return self.op("RMSNormalization", name, [x, scale], x.shape, axis=-1, epsilon=epsilon)
 
     def swiglu(self, name: str, gate: gs.Variable, up: gs.Variable) -> gs.Variable:
         """silu(gate) * up."""
