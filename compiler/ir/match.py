@@ -43,7 +43,7 @@ class Match:
 
     roots    the nodes that the match began at, several where it continues another; `root` is the last
     matched  all matched nodes, by their patterns
-    nodes    those a rewrite may remove: all but shared ones that have a reader elsewhere
+    nodes    those a rewrite may remove: all but shared ones that have a reader elsewhere, and what those read
     tensors  bound names
     """
 
@@ -110,6 +110,8 @@ def match(pattern: P, node: Node, graph: Graph, *, given: Match | None = None, c
     if refused:
         return Mismatch(refused, near=True)
     kept = [leak.node for leak in leaks]
+    for keeps in kept:  # and what a kept node reads; the list grows as it is walked
+        kept.extend(m for m in _unique(matcher.nodes.values()) if not _among(m, kept) and _reads(keeps, m))
     removable = tuple(n for n in _unique(matcher.nodes.values()) if not _among(n, kept))
     return Match(roots, matcher.nodes, removable, matcher.tensors)
 
@@ -309,6 +311,10 @@ def _leaks(graph: Graph, nodes: Sequence[Node], roots: Sequence[Node]) -> list[F
                 wanted = f"no reader besides {inside}" if inside else "no reader"
                 leaks.append(Fault(node, f"{tensor.name} has another reader", wanted, ", ".join(outside)))
     return leaks
+
+
+def _reads(node: Node, producer: Node) -> bool:
+    return any(tensor is output for tensor in node.inputs for output in producer.outputs)
 
 
 def _plain(value: Value) -> Value:
