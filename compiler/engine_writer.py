@@ -162,7 +162,7 @@ def _manifest(
         toolchain={name: _version(name) for name in TOOLCHAIN},
     )
     # Read back what will be written: a fault is found here, not by the first who loads the engine.
-    return Manifest.from_json(codec.encode(manifest), NAME)
+    return Manifest.from_json(manifest.to_json(), NAME)
 
 
 def _version(package: str) -> str:

@@ -151,14 +151,7 @@ class EngineFolder:
         for path, entry in sorted(self.manifest.files.items()):
             file, where = self.path / path, str(self.path / path)
             if not file.is_file():
-                ranks = [
-                    rank
-                    for files in self.manifest.graphs.values()
-                    for rank, f in enumerate(files)
-                    if path in (f.onnx, f.program)
-                ]
-                of = f" (rank {ranks[0]})" if ranks else ""
-                faults.append(DscError(f"is missing{of}", where=where))
+                faults.append(DscError(f"is missing{self._rank_of(path)}", where=where))
             elif not file.resolve().is_relative_to(root):
                 faults.append(DscError("leads out of the engine", where=where, got=f"a link to {file.resolve()}"))
             elif file.stat().st_size != entry.bytes:

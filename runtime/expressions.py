@@ -28,7 +28,7 @@ LETTERS = {
 }
 DEVICE_CONSTANTS = {"SMS": "streaming multiprocessors of the device"}
 LOOP_LETTERS = ("I", "J")  # counters of `repeat` steps
-MAX_LENGTH = 400  # characters; bounds the parser's depth on a damaged file
+MAX_LENGTH, MAX_DEPTH = 400, 20  # characters, and brackets in brackets: a damaged file cannot exhaust the stack
 
 _FUNCTIONS: dict[str, Callable[[int, int], int]] = {
     "ceil_div": lambda a, b: -(-a // b),
@@ -140,7 +140,7 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self.text = text
         self.tokens = self._tokenize(text)
-        self.at = 0
+        self.at = self.depth = 0
 
     def _tokenize(self, text: str) -> list[str]:
         if len(text) > MAX_LENGTH:
@@ -187,6 +187,14 @@ class _Parser:
         return self._chain(("*", "//"), self._atom)
 
     def _atom(self) -> Tree:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise ExpressionError(f"{self.text!r} is nested deeper than {MAX_DEPTH}")
+        tree = self._inner()
+        self.depth -= 1
+        return tree
+
+    def _inner(self) -> Tree:
         token = self._peek()
         if token == "-":
             self.at += 1

@@ -140,6 +140,7 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         """JSON data that `from_json` reads back."""
         data: dict[str, Any] = codec.encode(self)
+        data["spec"] = codec.encode(self.spec.to_json())  # with the fields that have their default, for other readers
         return data
 
     @classmethod
@@ -169,8 +170,8 @@ def _check_version(data: Any, where: str) -> None:
 def is_inside(path: str) -> bool:
     """Whether a path names a file inside the engine: relative, normal, without `..`, in forward slashes."""
     pure = PurePosixPath(path)
-    plain = bool(path) and "\\" not in path and "\0" not in path and str(pure) == path
-    return plain and not pure.is_absolute() and ".." not in pure.parts and pure.parts[0] != LOCAL and path != NAME
+    plain = path not in ("", ".", NAME) and "\\" not in path and "\0" not in path and str(pure) == path
+    return plain and not pure.is_absolute() and ".." not in pure.parts and pure.parts[0] != LOCAL
 
 
 def _faults(manifest: Manifest, where: str) -> Iterator[DscError]:
