@@ -1,0 +1,376 @@
+"""Engine: load a compiled model and generate with it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from os import PathLike
+from typing import Any, Unpack
+
+import torch
+
+from dsc.runtime.artifact import EngineFolder
+from dsc.runtime.batch import Batch, BatchBuilder
+from dsc.runtime.cache import LatentCache, choose_num_blocks
+from dsc.runtime.errors import DscError, nearest, raise_all
+from dsc.runtime.executor import Executor
+from dsc.runtime.loop import Loop
+from dsc.runtime.manifest import Manifest
+from dsc.runtime.model import CompiledModel
+from dsc.runtime.proposer import MtpProposer
+from dsc.runtime.request import Output, Request
+from dsc.runtime.sampler import Sampler
+from dsc.runtime.sampling import SamplingOptions, SamplingParams, end_tokens, model_defaults
+from dsc.runtime.scheduler import Scheduler
+from dsc.runtime.spec import ModelSpec
+from dsc.runtime.tokenizer import Message, Tokenizer
+from dsc.runtime.weights import Weights
+
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+def load(
+    path: str | PathLike[str],
+    device: str | None = None,
+    *,
+    cache_tokens: int | None = None,
+    prefix_reuse: bool = True,
+    verify: bool = True,
+) -> Engine:
+    """Load an engine folder that `dsc compile` wrote.
+
+    device        None: the engine's own target
+    cache_tokens  tokens the latent cache holds; None: what the engine's limits ask for, or half of the free memory
+    prefix_reuse  prompts that begin alike share their beginning in the cache
+    verify        compare every file with its hash, beside binding
+    raises        DscError: no engine, another version or target, files missing or changed
+    """
+    folder = EngineFolder.open(path)
+    target = folder.manifest.target
+    if target != "cpu":
+        raise DscError(f"engines for {target} cannot be run by this version", where=str(path), wanted="target cpu")
+    if device not in (None, "cpu"):
+        raise DscError(f"an engine for cpu cannot run on {device}", where=str(path), wanted="cpu", got=str(device))
+    checking = _Checking(folder) if verify else None
+    try:
+        engine = Engine(folder, cache_tokens, prefix_reuse)
+    finally:
+        if checking is not None:
+            checking.finish()
+    return engine
+
+
+class _Checking(threading.Thread):
+    """Hashes the engine's files beside other work."""
+
+    def __init__(self, folder: EngineFolder) -> None:
+        super().__init__(daemon=True)
+        self._folder = folder
+        self._fault: DscError | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._folder.verify_hashes()
+        except DscError as error:
+            self._fault = error
+
+    def finish(self) -> None:
+        """Wait, and raise what was found."""
+        self.join()
+        if self._fault is not None:
+            raise self._fault
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The greedy next token of a sequence, and what the MTP layer thinks comes after it."""
+
+    token: int
+    drafts: list[int]
+
+
+class Engine:
+    """A loaded engine. `generate`, `stream` and `chat` may be called from several threads; they share steps."""
+
+    def __init__(self, folder: EngineFolder, cache_tokens: int | None = None, prefix_reuse: bool = True) -> None:
+        self._folder = folder
+        self._weights = Weights(folder)
+        manifest = self.manifest
+        programs = {name: Executor(folder.program(name), folder, shared=self._weights) for name in manifest.graphs}
+        self.programs: Mapping[str, Executor] = programs
+        self.models = {
+            name: CompiledModel(name, {phase: programs[graph] for phase, graph in model.phases.items()})
+            for name, model in manifest.models.items()
+            if "decode" in model.phases
+        }
+        self._generation_config = self._read_generation_config()
+        self.defaults = model_defaults(self._generation_config)
+        self._ends = end_tokens(self._generation_config, self.spec.eos_token_ids)
+        self.cache = self._make_cache(cache_tokens)
+        for model in self.models.values():
+            model.set_caches(self.cache.tensors)
+        self._loop = self._make_loop(prefix_reuse)
+
+    # -- what it is
+
+    @property
+    def manifest(self) -> Manifest:
+        """Everything the engine says about itself."""
+        return self._folder.manifest
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the model is, in numbers."""
+        return self.manifest.spec
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """What the compiler fused, declined and quantized, and why."""
+        return self._folder.report
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Text to ids and back, and the chat template. Raises DscError if the engine has none."""
+        return Tokenizer(self._folder.tokenizer_dir)
+
+    @property
+    def max_drafts(self) -> int:
+        """Tokens the MTP layer drafts by default, and at most; 0 without MTP."""
+        return self.manifest.mtp.drafts if "mtp" in self.models else 0
+
+    @property
+    def acceptance(self) -> tuple[int, int]:
+        """Tokens drafted since loading, and how many of them the model accepted."""
+        return self._loop.drafted, self._loop.accepted
+
+    @property
+    def executed(self) -> dict[str, tuple[str, ...]]:
+        """Names of the nodes each graph ran in its last step; () if it has not run."""
+        return {name: program.executed for name, program in self.programs.items()}
+
+    def resident_weight_bytes(self) -> int:
+        """Bytes of all weights kept in memory: packed for this machine, or mapped as stored."""
+        return self._weights.resident_bytes
+
+    # -- generate
+
+    def sampling(self, **options: Unpack[SamplingOptions]) -> SamplingParams:
+        """The model's default sampling parameters with some changed, checked. Raises DscError with all faults."""
+        params = self.defaults.with_options(options)
+        params.check(self.spec.vocab_size, self.max_drafts)
+        return params
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> list[Output]:
+        """Continue prompts, all together in as few steps as the limits allow.
+
+        prompts  each a text, a list of token ids, or a conversation (dicts with role and content) through the chat template
+        params   for all prompts, or one per prompt; None: the model's defaults. `options` change them by name
+        returns  outputs in the order of the prompts
+        raises   DscError before any work, naming each prompt that cannot be served
+        """
+        requests = self._requests(prompts, params, options)
+        for request in requests:
+            self._loop.submit(request)
+        try:
+            for request in requests:
+                while not request.finished:
+                    self._loop.drive(request)
+        except BaseException:
+            self._leave(requests)
+            raise
+        return [request.output() for request in requests]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[SamplingOptions]
+    ) -> Stream:
+        """Continue one prompt; iterate over the result for the text as it comes. Raises DscError as `generate` does."""
+        (request,) = self._requests([prompt], params, options)
+        if request.decode is None:
+            raise DscError("the engine has no tokenizer, so there is no text to stream", try_="generate, for token ids")
+        return Stream(self._loop, request)
+
+    def draft(self, prompts: Sequence[Prompt], drafts: int | None = None) -> list[Draft]:
+        """What the MTP layer drafts after each prompt and the greedy token that follows it.
+
+        For looking at drafts; not while other threads generate, since their steps would check the drafts at once.
+        """
+        count = self.max_drafts if drafts is None else drafts
+        if not self.max_drafts:
+            raise DscError("the engine has no MTP model that drafts", wanted="mtp: {enabled: true, drafts: 1}")
+        params = SamplingParams(temperature=0.0, drafts=count, max_tokens=count + 2, ignore_eos=True)
+        requests = self._requests(prompts, params, {})
+        for request in requests:
+            self._loop.submit(request)
+        found = []
+        try:
+            for request in requests:
+                while request.num_generated == 0 and not request.finished:
+                    self._loop.drive(request)
+                found.append(Draft(request.tokens[len(request.prompt)], list(request.drafts)))
+        finally:
+            self._leave(requests)
+        return found
+
+    def forward(self, batch: Batch, model: str = "main", phase: str = "") -> torch.Tensor:
+        """One ragged step for those who bring their own scheduler: logits float32 [R, V], rows as `batch.logit_rows`.
+
+        Take blocks from `engine.cache.pool` and give them back; `Batch.of` builds batches.
+
+        model   "main", or "mtp" with `batch.hidden`
+        phase   "prefill" or "decode"; "": by the longest query
+        """
+        return self.forward_with_hidden(batch, model, phase)[0]
+
+    def forward_with_hidden(
+        self, batch: Batch, model: str = "main", phase: str = ""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `forward`, with the hidden rows [T, D] that mtp takes: after the model's last norm."""
+        if model not in self.models:
+            known = ", ".join(self.models)
+            raise DscError(f"the engine has no model {model}", wanted=known, try_=nearest(model, self.models))
+        with self._loop.lock:
+            return self.models[model].run(batch, phase)
+
+    # -- inside
+
+    def _leave(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._loop.cancel(request)
+        self._loop.settle()
+
+    def _requests(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, options: Any
+    ) -> list[Request]:
+        """Check everything before any work; faults of all prompts are told at once."""
+        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | Mapping)):
+            raise DscError("prompts is one prompt", wanted="a list of prompts", try_="[prompt]")
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or self.defaults] * len(prompts)
+        if len(params) != len(prompts):
+            raise DscError("not one set of parameters per prompt", wanted=str(len(prompts)), got=str(len(params)))
+        checked = [p.with_options(options) for p in params]
+        requests, faults = [], []
+        for index, (prompt, one) in enumerate(zip(prompts, checked, strict=True)):
+            try:
+                one.check(self.spec.vocab_size, self.max_drafts)
+                requests.append(self._request(prompt, one))
+            except DscError as error:
+                faults.append(DscError(error.what, where=f"prompt {index}", details=error.details,
+                                       wanted=error.wanted, got=error.got, try_=error.try_))  # fmt: skip
+        raise_all("prompts", faults)
+        return requests
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        tokens = self._encode(prompt)
+        context = min(self.manifest.limits.context_tokens, self.cache.capacity_tokens)
+        if not tokens:
+            raise DscError("the prompt is empty", wanted="at least one token")
+        for token in tokens:
+            if not isinstance(token, int) or not 0 <= token < self.spec.vocab_size:
+                raise DscError("a token id is out of range", wanted=f"0 to {self.spec.vocab_size - 1}", got=repr(token))
+        if len(tokens) >= context:
+            what = "the engine's context" if context == self.manifest.limits.context_tokens else "the cache"
+            raise DscError(
+                f"the prompt is longer than {what}",
+                wanted=f"up to {context - 1} tokens, to leave room for one more",
+                got=f"{len(tokens)} tokens",
+            )
+        room = context - len(tokens)
+        decode = self._decode
+        if decode is None and params.stop:
+            raise DscError("stop strings need a tokenizer, and the engine has none", try_="stop_token_ids")
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._ends)
+        return Request(
+            prompt=tokens,
+            params=params,
+            max_new=room if params.max_tokens is None else min(params.max_tokens, room),
+            ends=ends,
+            decode=decode,
+            max_drafts=self.max_drafts if params.drafts is None else params.drafts,
+        )
+
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt) if prompt else []
+        if len(prompt) and isinstance(prompt[0], Mapping):
+            return self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
+        return list(prompt)  # type: ignore[arg-type]
+
+    @cached_property
+    def _decode(self) -> Any:
+        return self.tokenizer.decode if (self._folder.tokenizer_dir / "tokenizer.json").is_file() else None
+
+    def _read_generation_config(self) -> dict[str, Any]:
+        path = self._folder.tokenizer_dir / "generation_config.json"
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+    def _make_cache(self, cache_tokens: int | None) -> LatentCache:
+        limits, layout = self.manifest.limits, self.manifest.kv_cache
+        names = [f"cache.{layer}" for model in self.manifest.models.values() for layer in model.layers]
+        blocks = choose_num_blocks(
+            limits.sequences, limits.context_tokens, layout.block_tokens, layout.block_bytes * len(names), cache_tokens
+        )
+        return LatentCache.allocate(dict.fromkeys(names, layout.block_bytes), layout.block_tokens, blocks)
+
+    def _make_loop(self, prefix_reuse: bool) -> Loop:
+        limits, block_tokens = self.manifest.limits, self.manifest.kv_cache.block_tokens
+        proposer = None
+        if self.max_drafts:
+            proposer = MtpProposer(self.models["mtp"], limits.batch_tokens, limits.sequences, block_tokens)
+        return Loop(
+            main=self.models["main"],
+            sampler=Sampler(self.programs["sample"], self.spec.vocab_size, limits.batch_tokens),
+            proposer=proposer,
+            cache=self.cache,
+            scheduler=Scheduler(self.cache.pool, block_tokens, limits.batch_tokens, limits.sequences, prefix_reuse),
+            builder=BatchBuilder(limits.batch_tokens, limits.sequences, block_tokens),
+        )
+
+
+class Stream:
+    """The text of one request as it comes: pieces of whole characters, never the beginning of a stop string.
+
+    `output` is there once it ended; `close` (or dropping the stream) lets the request go.
+    """
+
+    def __init__(self, loop: Loop, request: Request) -> None:
+        self._loop, self._request = loop, request
+        self._given = 0
+        loop.submit(request)
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        while True:
+            if self._given < len(self._request.pieces):
+                self._given += 1
+                return self._request.pieces[self._given - 1]
+            if self._request.finished:
+                if self._request.error:
+                    raise DscError(self._request.error)
+                raise StopIteration
+            self._loop.drive(self._request)
+
+    @property
+    def output(self) -> Output:
+        """The whole result of a stream that ended. Raises DscError before that."""
+        if not self._request.finished:
+            raise DscError("the stream has not ended", try_="iterate over it, or close it")
+        return self._request.output()
+
+    def close(self) -> None:
+        """Stop generating."""
+        self._loop.cancel(self._request)
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,142 @@
+"""The engine's loop: one step plans, computes, chooses tokens, lets the MTP layer draft, and retires who is done."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from dsc.runtime.batch import Batch, BatchBuilder, Segment
+from dsc.runtime.cache import LatentCache
+from dsc.runtime.model import CompiledModel
+from dsc.runtime.proposer import Computed, Proposer
+from dsc.runtime.request import Request
+from dsc.runtime.sampler import Choice, Sampler
+from dsc.runtime.scheduler import Scheduled, Scheduler
+
+
+class Loop:
+    """Serves requests from any number of threads: whoever waits for a request drives the steps for all."""
+
+    def __init__(
+        self,
+        main: CompiledModel,
+        sampler: Sampler,
+        proposer: Proposer | None,
+        cache: LatentCache,
+        scheduler: Scheduler,
+        builder: BatchBuilder,
+    ) -> None:
+        self._main, self._sampler, self._proposer = main, sampler, proposer
+        self._cache, self._scheduler, self._builder = cache, scheduler, builder
+        self._arriving: deque[Request] = deque()
+        self._leaving: deque[Request] = deque()
+        self.lock = threading.Lock()
+        self.drafted = 0
+        self.accepted = 0
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; never waits for a step."""
+        self._arriving.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """Let a request go; its blocks come back at the next step."""
+        if not request.finished:
+            self._leaving.append(request)
+
+    def drive(self, request: Request) -> None:
+        """Take part in one step, unless another thread's step finishes the request meanwhile."""
+        with self.lock:
+            if not request.finished:
+                self._step()
+
+    def settle(self) -> None:
+        """Take back the blocks of cancelled requests."""
+        with self.lock:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        while self._arriving:
+            self._scheduler.add(self._arriving.popleft())
+        while self._leaving:
+            request = self._leaving.popleft()
+            if not request.finished:
+                request.finish("cancelled")
+                self._scheduler.release(request)
+
+    def _step(self) -> None:
+        self._exchange()
+        plan = self._scheduler.plan()
+        if not plan and self._scheduler.waiting:
+            # Every request fits the cache alone, so somebody outside the loop holds its blocks.
+            held = self._cache.pool.num_blocks - self._cache.pool.num_free
+            self._fail(self._scheduler.waiting[0], f"no cache blocks are left: {held} are held outside generate")
+        try:
+            if plan:
+                self._compute(plan)
+        except BaseException as error:
+            # Half a step is in the caches: nobody in it can go on, everybody else can.
+            for scheduled in plan:
+                self._fail(scheduled.request, f"the step failed: {type(error).__name__}: {error}")
+            raise
+
+    def _compute(self, plan: Sequence[Scheduled]) -> None:
+        segments = [
+            Segment(s.tokens, s.request.computed, s.request.blocks, 1 + len(s.request.drafts) if s.samples else 0)
+            for s in plan
+        ]
+        batch = self._builder.build(segments)
+        logits, hidden = self._main.run(batch)
+        computed = [Computed(s.request, t.start, len(t.tokens)) for s, t in zip(plan, segments, strict=True)]
+        sampling = [s.request for s in plan if s.samples]
+        if sampling:
+            for request, choice in zip(sampling, self._sampler.choose(sampling, logits), strict=True):
+                self._accept(request, choice)
+        drafted = self._propose(computed, batch, hidden)
+        for item in computed:
+            self._advance(item, drafted)
+
+    def _accept(self, request: Request, choice: Choice) -> None:
+        self.drafted += len(request.drafts)
+        self.accepted += choice.num_accepted
+        request.drafted += len(request.drafts)
+        request.accepted += choice.num_accepted
+        request.drafts = []
+        for i, token in enumerate(choice.tokens):
+            request.accept(token)
+            request.logprobs += choice.logprobs[i : i + 1]
+            if request.finished:
+                return
+        if choice.broken:
+            request.finish("error", error="the model's logits are not numbers (NaN)")
+
+    def _propose(self, computed: Sequence[Computed], batch: Batch, hidden: torch.Tensor) -> bool:
+        """Run the proposer if a request of the step is still to draft; whether it ran."""
+        if self._proposer is None or not any(c.request.max_drafts and not c.request.finished for c in computed):
+            return False
+        self._proposer.propose(computed, batch, hidden)
+        return True
+
+    def _advance(self, item: Computed, drafted: bool) -> None:
+        """Count what is in the caches; a block may be shared once the MTP layer has written it too."""
+        request = item.request
+        if request.finish_reason == "error":
+            self._fail(request, request.error)
+            return
+        in_cache = min(item.start + item.num_rows, len(request.tokens) - 1)
+        stated = in_cache if drafted or not request.max_drafts else item.start
+        self._scheduler.advance(request, in_cache, stated)
+        if request.finished:
+            self._scheduler.release(request)
+
+    def _fail(self, request: Request, error: str) -> None:
+        """End a request whose cache is not to be trusted."""
+        if not request.finished:
+            request.finish("error", error=error)
+        own = [block for block in request.blocks if self._cache.pool.holders(block) == 1]
+        self._cache.pool.forget(own)
+        if own:
+            self._cache.clear(own)
+        self._scheduler.release(request)
