@@ -60,7 +60,12 @@ class CubinCompiler:
         self.wanted.clear()
         if not todo:
             return
-        workers = min(len(todo), os.cpu_count() or 1)
+        workers = min(len(todo) // 4, os.cpu_count() or 1)  # a worker imports Triton first: not worth it for a few
+        if workers < 2:
+            for source in todo:
+                self.built[source] = build_one(source, self.arch, self.cache)
+                advance(1)
+            return
         with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
             jobs = [pool.submit(build_one, source, self.arch, self.cache) for source in todo]
             for source, job in zip(todo, jobs, strict=True):

@@ -6,3 +6,16 @@ from pathlib import Path
 TESTS = str(Path(__file__).parent)
 if TESTS not in sys.path:
     sys.path.insert(0, TESTS)
+
+
+def pytest_configure(config):
+    """Markers of tests that do not run everywhere."""
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU of compute capability 9.0; `make test-gpu` runs these")
+
+
+def pytest_collection_modifyitems(items):
+    """Leave out GPU tests where there is no GPU: they would only say that."""
+    import torch
+
+    if not torch.cuda.is_available():
+        items[:] = [item for item in items if item.get_closest_marker("gpu") is None]

@@ -145,7 +145,7 @@ class CudaExecutor:
         return self._graphs[key].graph
 
     def _launch(self, letters: Mapping[str, int]) -> None:
-        if letters["B"] in self._buckets and self._one_shape(letters):
+        if letters.get("B") in self._buckets and self._one_shape(letters):
             self.capture(letters).replay()
             return
         stream = self.shared.stream.cuda_stream
@@ -154,7 +154,7 @@ class CudaExecutor:
 
     def _one_shape(self, letters: Mapping[str, int]) -> bool:
         """Whether every sequence may have the same number of queries, so that buckets repeat."""
-        return letters.get("T", 0) == letters["B"] * letters.get("Q", 1)
+        return letters.get("T", 0) == letters.get("B", 0) * letters.get("Q", 1)
 
     # -- shapes
 
