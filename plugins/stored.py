@@ -49,8 +49,7 @@ class StoredWeight:
         if self.format.kind == "wint4":
             codes = _look_up(self.data, _nibble_pairs()).view(*self.scales.shape, self.format.group)
             return codes.mul_(self.scales.float().unsqueeze(-1)).flatten(-2)
-        codes = _look_up(self.data.view(torch.uint8), _e4m3_values())
-        return codes.mul_(spread_blocks(self.scales, *self.shape[-2:]))
+        return scale_blocks(_look_up(self.data.view(torch.uint8), _e4m3_values()), self.scales)
 
     def dequantize_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Chosen rows of a matrix [N, K], float32 [len(rows), K], without touching the others."""
@@ -81,10 +80,14 @@ def _e4m3_values() -> torch.Tensor:
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
-def spread_blocks(scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Scales of 128x128 blocks [..., ceil(N/128), ceil(K/128)] -> one per element [..., N, K]; edge blocks are partial."""
-    spread = scales.repeat_interleave(FP8_BLOCK, -2).repeat_interleave(FP8_BLOCK, -1)
-    return spread[..., :rows, :columns]
+def scale_blocks(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """values [..., N, K] *= scales of 128x128 blocks [..., ceil(N/128), ceil(K/128)], in place; edge blocks are partial."""
+    rows, columns = values.shape[-2:]
+    scales = scales.repeat_interleave(FP8_BLOCK, -2)[..., :rows, :]
+    if columns % FP8_BLOCK:
+        return values.mul_(scales.repeat_interleave(FP8_BLOCK, -1)[..., :columns])
+    values.view(*scales.shape, FP8_BLOCK).mul_(scales.unsqueeze(-1))
+    return values
 
 
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
