@@ -83,7 +83,9 @@ def read_header(text: str, info: GraphInfo) -> GraphInfo:
     """`info` with the facts that a text's header tells. DscError for one it cannot have."""
     facts: dict[str, Any] = {}
     for number, line in enumerate(text.splitlines(), start=1):
-        found = re.fullmatch(r"# (\w+):\s*(.*)", line)
+        if line.strip() and not line.lstrip().startswith("#"):
+            break
+        found = re.fullmatch(r"\s*# (\w+):\s*(.*)", line)
         if found is None:
             continue
         name, value = found.groups()
