@@ -1,0 +1,199 @@
+"""The whole way from a checkpoint to an engine, in one page."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dsc.compiler.checkpoint import Checkpoint
+from dsc.compiler.config import read_config
+from dsc.compiler.emit import emit, gather, place
+from dsc.compiler.engine_writer import EngineContents, weight_bytes, write_engine
+from dsc.compiler.hub import find_model
+from dsc.compiler.importer.model import import_main, import_mtp
+from dsc.compiler.ir.graph import Graph
+from dsc.compiler.ir.verify import verify
+from dsc.compiler.ledger import make_ledger
+from dsc.compiler.phases import StepLimits, phase_graphs, sample_graph
+from dsc.compiler.pipeline import PipelineReport, check_final, run_passes
+from dsc.compiler.progress import Progress
+from dsc.compiler.recipe import Recipe
+from dsc.compiler.staging import Staging
+from dsc.runtime.errors import DscError, raise_all
+from dsc.runtime.spec import ModelSpec
+
+BUILT_TARGETS = ("cpu",)
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a build made: the engine's folder and the numbers a user looks for first."""
+
+    folder: Path
+    source_bytes: int
+    weight_bytes: int
+    seconds: float
+    fusions: dict[str, tuple[int, int]]  # pass -> found, expected, over all graphs that promise a number
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        data = asdict(self)
+        return {**data, "folder": str(self.folder), "seconds": round(self.seconds, 2)}
+
+    def text(self) -> str:
+        """What `dsc compile` prints."""
+        lines = [f"note: {note}" for note in self.notes]
+        found, expected = (sum(numbers[i] for numbers in self.fusions.values()) for i in (0, 1))
+        lines.append(f"{found} of {expected} fusion sites in {len(self.fusions)} passes")
+        ratio = f"{self.weight_bytes / 1e6:,.1f} MB of weights from {self.source_bytes / 1e6:,.1f} MB"
+        lines.append(f"{ratio} in {self.seconds:.1f} s")
+        lines.append(f"{self.folder}    look into it: dsc inspect {self.folder}")
+        return "\n".join(lines)
+
+
+def compile_engine(
+    recipe: Recipe,
+    *,
+    model: str | None = None,
+    output: Path | None = None,
+    dump: Path | None = None,
+    download: bool = False,
+    progress: Progress | None = None,
+) -> Built:
+    """Build an engine.
+
+    model     checkpoint folder or Hugging Face name instead of the recipe's; `download` fetches what is not here
+    output    the engine's folder, default ./<recipe>.engine
+    dump      folder for the graphs' text after each pass that changed them
+    raises    DscError for every user's mistake; nothing half-written stands at `output` then
+    """
+    begin = time.monotonic()
+    progress = progress or Progress(quiet=True)
+    check_buildable(recipe)
+    folder = find_model(model or recipe.model, fetch=download)
+    spec = read_config(folder)
+    checkpoint = Checkpoint.open(folder, spec, mtp=recipe.mtp.enabled)
+    _check_fit(recipe, checkpoint.spec)
+    progress.step("graphs")
+    graphs, report = make_graphs(recipe, checkpoint, dump)
+    weights = gather(graphs)
+    ledger = make_ledger(checkpoint, {name: values.expression for name, values in weights.items()})
+    total = weight_bytes(graphs)
+    progress.step("weights", total)
+    with Staging(output or Path(f"{recipe.name}.engine"), total) as stage:
+        emission = emit(
+            weights,
+            checkpoint.read,
+            stage.folder,
+            position=lambda name: (checkpoint.info(name).file.name, checkpoint.info(name).offset),
+            threads=os.cpu_count() or 1,
+            advance=progress.advance,
+        )
+        place(graphs, emission.placements)
+        progress.step("engine")
+        records = [asdict(record) for record in emission.weights]
+        contents = EngineContents(
+            spec=checkpoint.spec,
+            recipe=recipe,
+            graphs=graphs,
+            tensor_sha256=emission.tensor_sha256,
+            checkpoint=folder,
+            report={**report.to_json(), "ledger": ledger.to_json(), "weights": records},
+            file_sha256=emission.file_sha256,
+        )
+        write_engine(stage.folder, contents)
+        stage.commit()
+    sizes = checkpoint.files()
+    return Built(stage.target, sum(sizes.values()), total, time.monotonic() - begin, _fusions(report), checkpoint.notes)
+
+
+def make_graphs(recipe: Recipe, checkpoint: Checkpoint, dump: Path | None) -> tuple[list[Graph], PipelineReport]:
+    """The final graphs in the order main, mtp, sample, and what the passes did."""
+    limits = step_limits(recipe)
+    context = recipe.limits.context_tokens
+    imported = [import_main(checkpoint.spec, checkpoint.source, context)]
+    if recipe.mtp.enabled:
+        imported.append(import_mtp(checkpoint.spec, checkpoint.source, context))
+    graphs = [graph for model in imported for graph in phase_graphs(model, limits)]
+    report = run_passes(graphs, [entry.instance for entry in recipe.passes], recipe.allow, dump)
+    sample = sample_graph(checkpoint.spec, limits)
+    verify(sample)
+    graphs.append(sample)
+    report.nodes[sample.name] = [(str(node.name), f"dsc.{node.op}") for node in sample.nodes]
+    check_final(graphs)
+    return graphs, report
+
+
+def step_limits(recipe: Recipe) -> StepLimits:
+    """The largest step of the recipe's engine."""
+    return StepLimits(
+        batch_tokens=recipe.limits.batch_tokens,
+        sequences=recipe.limits.sequences,
+        context_tokens=recipe.limits.context_tokens,
+        drafts=recipe.mtp.drafts,
+        cache_dtype=recipe.kv_cache.dtype,
+        block_tokens=recipe.kv_cache.block_tokens,
+    )
+
+
+def check_buildable(recipe: Recipe) -> None:
+    """Raise DscError naming what the recipe asks for that is not built yet."""
+    faults = []
+    if recipe.target not in BUILT_TARGETS:
+        faults.append(
+            DscError(
+                f"target {recipe.target} is not built yet",
+                where=recipe.where,
+                wanted=", ".join(BUILT_TARGETS),
+                got=recipe.target,
+                try_="--target cpu",
+            )
+        )
+    if recipe.parallel.num_ranks > 1:
+        got = f"tensor {recipe.parallel.tensor}, expert {recipe.parallel.expert}, pipeline {recipe.parallel.pipeline}"
+        faults.append(
+            DscError(
+                "engines of several ranks are not built yet", where=recipe.where, wanted="1", got=got, try_="--ranks 1"
+            )
+        )
+    if recipe.verify is not None:
+        faults.append(
+            DscError("verify budgets are not built yet", where=recipe.where, try_="the recipe without `verify`")
+        )
+    raise_all(recipe.where, faults)
+
+
+def _check_fit(recipe: Recipe, spec: ModelSpec) -> None:
+    """Raise DscError where the recipe and the model do not go together."""
+    faults = []
+    if recipe.limits.context_tokens > spec.max_position_embeddings:
+        faults.append(
+            DscError(
+                "limits.context_tokens is longer than the model's context",
+                where=recipe.where,
+                wanted=f"at most {spec.max_position_embeddings} (max_position_embeddings)",
+                got=str(recipe.limits.context_tokens),
+            )
+        )
+    if recipe.mtp.enabled and not spec.num_mtp_layers:
+        faults.append(
+            DscError(
+                "mtp is enabled and the checkpoint has no MTP layer",
+                where=recipe.where,
+                wanted="num_nextn_predict_layers: 1 and its tensors",
+                try_="mtp: {enabled: false, drafts: 0}",
+            )
+        )
+    raise_all(recipe.where, faults)
+
+
+def _fusions(report: PipelineReport) -> dict[str, tuple[int, int]]:
+    promised = {p.name: [run for run in p.runs if run.expected is not None] for p in report.passes}
+    return {
+        name: (sum(run.found for run in runs), sum(run.expected or 0 for run in runs))
+        for name, runs in promised.items()
+        if runs
+    }
