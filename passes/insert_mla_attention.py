@@ -25,24 +25,27 @@ class Back:
     def __init__(self, spec: ModelSpec) -> None:
         heads, nope, rope, v = spec.num_heads, spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.v_head_dim
 
-        def by_head(x: Any | P, width: int) -> P:  # [T, H width] -> [1, H, T, width]
-            return P("Transpose", P("Reshape", x, C([1, -1, heads, width])), perm=[0, 2, 1, 3])
+        def view(x: Any | P, width: int) -> P:  # [T, H width] -> [1, T, H, width]
+            return P("Reshape", x, C([1, -1, heads, width]))
+
+        def by_head(x: P) -> P:
+            return P("Transpose", x, perm=[0, 2, 1, 3])
 
         positions = P("Cast", Any("positions"), to=ONNX_DTYPES["int64"], shared=True)
         rows = P("Unsqueeze", positions, C([0]), shared=True)
 
-        q = P("Split", by_head(Any("q"), nope + rope), C([nope, rope], "widths of q"), axis=3)
+        self.q = view(Any("q"), nope + rope)
+        q = P("Split", by_head(self.q), C([nope, rope], "widths of q"), axis=3)
         q_rope = P("RotaryEmbedding", q[1], W("cos"), W("sin"), rows, interleaved=1)
         query = P("Concat", q[0], q_rope, axis=3)
 
         expanded = P("Gemm", Any("latent"), W("kv_b"), transB=1)
-        kv = P("Split", by_head(expanded, nope + v), C([nope, v], "widths of kv"), axis=3)
-        k_rope = P("Reshape", Any("k_rope"), C([1, 1, -1, rope]))
-        key = P("Concat", kv[0], P("Expand", k_rope, C([1, heads, 1, 1])), axis=3)
+        kv = P("Split", by_head(view(expanded, nope + v)), C([nope, v], "widths of kv"), axis=3)
+        self.k_rope = P("Reshape", Any("k_rope"), C([1, 1, -1, rope]))
+        key = P("Concat", kv[0], P("Expand", self.k_rope, C([1, heads, 1, 1])), axis=3)
 
         self.attention = P("Attention", query, key, kv[1], is_causal=1, scale=ANY)
-        rows_of_heads = P("Transpose", self.attention, perm=[0, 2, 1, 3])
-        self.output = P("Reshape", rows_of_heads, C([-1, heads * v]))
+        self.output = P("Reshape", by_head(self.attention), C([-1, heads * v]))
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class InsertMlaAttention(Pass):
     prefill, decode   how the op computes in each phase: `expanded` re-expands the cached latents through kv_b, `absorbed`
                       puts kv_b into the queries and the outputs
     """
+
+    takes = ("Attention", "RotaryEmbedding")
 
     prefill: str = "expanded"
     decode: str = "absorbed"
@@ -109,21 +114,30 @@ class InsertMlaAttention(Pass):
 
 def _agrees(graph: Graph, back: Back, site: Match, report: Report) -> bool:
     """Whether latent and key come from one dsc.Qkv that rotated as the queries are, and the scale is the model's."""
-    attention = site.matched[back.attention]
+    attention, q, k_rope = site.matched[back.attention], site["q"], site["k_rope"]
+    if len(q.shape) != 2:
+        report.decline(
+            site.matched[back.q], "the queries are cut into heads twice", "q [T, H (nope + rope)]", describe(q)
+        )
+        return False
     qkv = site.node("latent") if site["latent"].inputs else None
-    if qkv is None or op_name(qkv) != "dsc.Qkv" or site["k_rope"] is not qkv.outputs[2]:
-        got = f"{describe(site['latent'])}, {describe(site['k_rope'])}"
-        report.decline(attention, "latent and key are not of one dsc.Qkv", "fuse_qkv to run before", got)
+    if qkv is None or op_name(qkv) != "dsc.Qkv":
+        report.decline(attention, "the latent is not a dsc.Qkv's", "fuse_qkv to run before", describe(site["latent"]))
+        return False
+    if k_rope is not qkv.outputs[2]:
+        reason, wanted = "the key's rotated part is not the latent's", f"k_rope of dsc.Qkv {qkv.name}"
+        report.decline(site.matched[back.k_rope], reason, wanted, describe(k_rope))
         return False
     for slot in ("cos", "sin", "positions"):
         made = operand(qkv, slot)
-        if made is None or made.name != site[slot].name:
+        assert made is not None, slot
+        if made.name != site[slot].name:
             reason = f"queries and keys rotate by different {slot}"
-            report.decline(attention, reason, describe(made) if made is not None else "", describe(site[slot]))
+            report.decline(attention, reason, describe(made), describe(site[slot]))
             return False
-    scale, wanted = attribute(attention, "scale"), graph.info.spec.softmax_scale
-    if not math.isclose(scale, wanted, rel_tol=SCALE_TOLERANCE):
-        report.decline(attention, "the softmax scale is not the model's", f"{wanted:.6g}", f"{scale:.6g}")
+    scale, wanted_scale = attribute(attention, "scale"), graph.info.spec.softmax_scale
+    if not math.isclose(scale, wanted_scale, rel_tol=SCALE_TOLERANCE):
+        report.decline(attention, "the softmax scale is not the model's", f"{wanted_scale:.6g}", f"{scale:.6g}")
         return False
     return True
 
