@@ -5,22 +5,26 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import onnx
 
+from dsc.compiler.emit import Emission
 from dsc.compiler.ir.graph import Graph, dtype_of, expression_of, weight_class_of
 from dsc.compiler.ir.weight import DTYPE_BYTES, Expression, Quantize, WeightValues
+from dsc.compiler.ledger import Ledger
 from dsc.compiler.lower import lower, memory_report
+from dsc.compiler.pipeline import PipelineReport
 from dsc.compiler.recipe import Recipe
 from dsc.compiler.staging import sync
 from dsc.runtime import codec
 from dsc.runtime.errors import DscError
 from dsc.runtime.manifest import (
     NAME,
+    REPORT,
     SCHEMA_VERSION,
     CacheLayout,
     FileEntry,
@@ -32,12 +36,14 @@ from dsc.runtime.manifest import (
     Parallel,
     TensorEntry,
 )
+from dsc.runtime.program import Program
 from dsc.runtime.spec import ModelSpec
 
 # What the runtime reads of a checkpoint's tokenizer; a checkpoint without tokenizer.json makes an engine for token ids.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 # Packages whose version can change an engine's bytes.
 TOOLCHAIN = ("dsc", "numpy", "onnx", "onnx-graphsurgeon", "torch")
+LowerTarget = Callable[[list[Program]], list[Program]]
 _PIECE = 1 << 24  # bytes hashed at a time
 
 
@@ -45,36 +51,56 @@ _PIECE = 1 << 24  # bytes hashed at a time
 class EngineContents:
     """What goes into an engine whose weights are written already.
 
-    graphs         final graphs in the order main, mtp, sample; every weight constant has its placement
-    tensor_sha256  hash of each stored tensor by its name; `file_sha256` of files already hashed, by path in the engine
-    checkpoint     folder the tokenizer is copied from
-    report         parts of report.json: passes, ledger, weights
+    graphs      final graphs in the order main, mtp, sample; `dsc.compiler.emit.place` has told them where weights lie
+    checkpoint  folder the tokenizer is copied from
     """
 
     spec: ModelSpec
     recipe: Recipe
     graphs: Sequence[Graph]
-    tensor_sha256: Mapping[str, str]
+    emission: Emission
+    pipeline: PipelineReport
+    ledger: Ledger
     checkpoint: Path
-    report: Mapping[str, Any] = field(default_factory=dict)
-    file_sha256: Mapping[str, str] = field(default_factory=dict)
 
 
-def write_engine(folder: Path, contents: EngineContents) -> Manifest:
+def write_engine(folder: Path, contents: EngineContents, lower_target: LowerTarget = list) -> Manifest:
     """Complete a folder that holds the weights. The manifest comes last: without it a folder is no engine.
 
     Same contents, same bytes: no time, path or host name is written, keys are sorted.
+
+    lower_target  gives programs the target's steps; what it writes under kernels/ is hashed with the rest
     """
     assert contents.recipe.parallel.num_ranks == 1, contents.recipe.parallel
-    graphs, memory = {}, {}
-    (folder / "program").mkdir(exist_ok=True)
+    graphs: dict[str, tuple[GraphFiles, ...]] = {}
     for graph in contents.graphs:
-        graphs[graph.name], memory[graph.name] = _write_graph(folder, graph)
+        graphs[graph.name] = (GraphFiles(*_graph_files(graph.name)),)
+    programs = lower_target([_write_graph(folder, graph) for graph in contents.graphs])
+    (folder / "program").mkdir(exist_ok=True)
+    for program in programs:
+        (folder / _graph_files(program.name)[1]).write_bytes(codec.dump_json(program.to_json()))
     _copy_tokenizer(folder / "tokenizer", contents.checkpoint)
-    (folder / "report.json").write_bytes(codec.dump_json({**contents.report, "memory": memory}))
-    manifest = _manifest(contents, graphs, _file_entries(folder, contents.file_sha256))
+    (folder / REPORT).write_bytes(codec.dump_json(make_report(contents, programs)))
+    manifest = _manifest(contents, graphs, _file_entries(folder, contents.emission.file_sha256))
     _write_synced(folder / NAME, codec.dump_json(manifest.to_json()))
     return manifest
+
+
+def make_report(contents: EngineContents, programs: Sequence[Program]) -> dict[str, Any]:
+    """report.json.
+
+    passes   in order: {name, options, allowed, graphs: [{graph, model, phase, expected, found, changed, declined}]}
+    nodes    {graph: [{node, op}]}, what the runtime has to run
+    weights  one record per weight (dsc.compiler.weight_record): format, bytes, errors, how it came about
+    ledger   {consumed, derived, dropped}: what became of every tensor of the checkpoint
+    memory   {graph: {arena_bytes, live_bytes, ...}} (dsc.compiler.lower.memory_report)
+    """
+    return {
+        **contents.pipeline.to_json(),
+        "weights": [asdict(record) for record in contents.emission.weights],
+        "ledger": contents.ledger.to_json(),
+        "memory": {program.name: memory_report(program) for program in programs},
+    }
 
 
 def weight_bytes(graphs: Sequence[Graph]) -> int:
@@ -83,19 +109,22 @@ def weight_bytes(graphs: Sequence[Graph]) -> int:
     return sum(-(-size // 64) * 64 for size in sizes.values())
 
 
-def _write_graph(folder: Path, graph: Graph) -> tuple[tuple[GraphFiles, ...], dict[str, int]]:
-    files = GraphFiles(f"{graph.name}.rank0.onnx", f"program/{graph.name}.rank0.json")
+def _graph_files(name: str) -> tuple[str, str]:
+    return f"{name}.rank0.onnx", f"program/{name}.rank0.json"
+
+
+def _write_graph(folder: Path, graph: Graph) -> Program:
+    """Write a graph's .onnx; its program, tied to it."""
+    file = folder / _graph_files(graph.name)[0]
     model = graph.to_onnx()
     for node in model.graph.node:
         attributes = sorted(node.attribute, key=lambda attribute: str(attribute.name))
         del node.attribute[:]
         node.attribute.extend(attributes)
     content: bytes = model.SerializeToString(deterministic=True)
-    (folder / files.onnx).write_bytes(content)
-    onnx.checker.check_model(str(folder / files.onnx))
-    program = lower(graph, hashlib.sha256(content).hexdigest())
-    (folder / files.program).write_bytes(codec.dump_json(program.to_json()))
-    return (files,), memory_report(program)
+    file.write_bytes(content)
+    onnx.checker.check_model(str(file))  # external data included
+    return lower(graph, hashlib.sha256(content).hexdigest())
 
 
 def _copy_tokenizer(folder: Path, checkpoint: Path) -> None:
@@ -194,7 +223,7 @@ def _tensor_entries(contents: EngineContents) -> dict[str, TensorEntry]:
                 bytes=values.placement.length,
                 dtype=dtype_of(tensor),
                 shape=tuple(tensor.shape),
-                sha256=contents.tensor_sha256[name],
+                sha256=contents.emission.tensor_sha256[name],
                 weight_class=weight_class_of(tensor),
                 format=format_,
                 part=part,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsc.runtime import codec
 from dsc.runtime.errors import DscError, nearest, raise_all
-from dsc.runtime.manifest import NAME, SCHEMA_VERSION, GraphFiles, Manifest
+from dsc.runtime.manifest import NAME, REPORT, SCHEMA_VERSION, GraphFiles, Manifest
 from dsc.runtime.program import Program
 from dsc.runtime.spec import ModelSpec
 
@@ -64,9 +64,9 @@ class EngineFolder:
     @cached_property
     def report(self) -> dict[str, Any]:
         """report.json: what the compiler did and why."""
-        data = self._read_json("report.json")
+        data = self._read_json(REPORT)
         if not isinstance(data, dict):
-            raise DscError("is no report", where=str(self.path / "report.json"), wanted="an object")
+            raise DscError("is no report", where=str(self.path / REPORT), wanted="an object")
         return data
 
     @property
@@ -139,6 +139,11 @@ class EngineFolder:
         faults = [fault for path in sorted(self.manifest.files) for fault in self._verify_file(path, advance)]
         raise_all(f"{self.path}: changed since it was built", faults)
 
+    def release_pages(self) -> None:
+        """Give back the memory of what was read so far; a tensor in use is read again. Private writes are lost."""
+        for mapped in self._maps.values():
+            mapped.madvise(mmap.MADV_DONTNEED)
+
     def close(self) -> None:
         """Let the mapped files go. Tensors still held keep their file mapped."""
         self._maps.clear()
@@ -198,9 +203,8 @@ class EngineFolder:
         for offset, name, tensor in sorted(tensors, key=lambda item: item[:2]):
             part = hashlib.sha256()
             self._digest(path, at, offset, whole.update)
-            self._digest(path, max(at, offset), offset + tensor.bytes, whole.update)
-            self._digest(path, offset, offset + tensor.bytes, part.update)
-            at = max(at, offset + tensor.bytes)
+            at = offset + tensor.bytes
+            self._digest(path, offset, at, whole.update, part.update)
             advance(tensor.bytes)
             if part.hexdigest() != tensor.sha256:
                 faults.append(self._changed(path, tensor.sha256, part.hexdigest(), name))
@@ -213,12 +217,18 @@ class EngineFolder:
         what = f"the bytes of {tensor} changed" if tensor else "its bytes changed"
         return DscError(what, where=str(self.path / path), wanted=f"sha256 {wanted}", got=f"sha256 {got}")
 
-    def _digest(self, path: str, start: int, end: int, update: Callable[[memoryview], None]) -> None:
-        if end <= start:
-            return
-        with memoryview(self._map(path)) as view:
-            for at in range(start, end, _PIECE):
-                update(view[at : min(end, at + _PIECE)])
+    def _digest(self, path: str, start: int, end: int, *updates: Callable[[memoryview], None]) -> None:
+        """Tell `updates` the bytes of a range. Read, not mapped: mapped pages would count as memory of the process."""
+        buffer = memoryview(bytearray(min(_PIECE, max(end - start, 0))))
+        with open(self.path / path, "rb", buffering=0) as file:
+            file.seek(start)
+            while start < end:
+                count = file.readinto(buffer[: end - start])
+                if not count:
+                    raise DscError("ends early", where=str(self.path / path), wanted=f"{end} bytes", got=f"{start}")
+                for update in updates:
+                    update(buffer[:count])
+                start += count
 
     def _map(self, path: str) -> mmap.mmap:
         """A private mapping of a file: torch wants memory it may write, and the file must stay as it is."""

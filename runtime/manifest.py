@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from dsc.runtime.spec import ModelSpec
 
 SCHEMA_VERSION = 1
 TARGETS = ("cpu", "sm_80", "sm_90a", "sm_100a", "tensorrt")
-NAME = "manifest.json"
+NAME, REPORT = "manifest.json", "report.json"
 LOCAL = "local"  # measured after the build; neither listed nor hashed
 
 
@@ -183,6 +184,7 @@ def _faults(manifest: Manifest, where: str) -> Iterator[DscError]:
             yield DscError(f"files[{path!r}] has no size and sha256", where=where, got=got)
     for name, tensor in manifest.tensors.items():
         yield from _tensor_faults(manifest, name, tensor, where)
+    yield from _overlaps(manifest, where)
     yield from _graph_faults(manifest, where)
     positive = {
         "ranks": manifest.ranks,
@@ -229,6 +231,13 @@ def _tensor_faults(manifest: Manifest, name: str, tensor: TensorEntry, where: st
         wanted = f"within the {held} bytes of {tensor.file}, a multiple of {size}"
         got = f"{tensor.bytes} bytes at {tensor.offset}"
         yield DscError(f"{path}.offset is out of range", where=where, wanted=wanted, got=got)
+
+
+def _overlaps(manifest: Manifest, where: str) -> Iterator[DscError]:
+    ranges = sorted((t.file, t.offset, t.offset + t.bytes, name) for name, t in manifest.tensors.items() if t.bytes)
+    for (file, _, end, before), (next_file, start, _, name) in pairwise(ranges):
+        if file == next_file and start < end:
+            yield DscError(f"tensors {before!r} and {name!r} overlap in {file}", where=where)
 
 
 def _graph_faults(manifest: Manifest, where: str) -> Iterator[DscError]:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.small_engine import LIMITS, SPEC, make_graphs
+from support.small_engine import LIMITS, SPEC, planned_graphs
 
 from dsc.compiler.ir.graph import Graph, GraphInfo, constant, weight
 from dsc.compiler.ir.weight import Source
@@ -16,7 +16,7 @@ SHA = "a" * 64
 
 
 def test_roles_and_order():
-    graph, sample = make_graphs()
+    graph, sample = planned_graphs()
     program = lower(graph, SHA)
     assert program.onnx_sha256 == SHA
     assert program.letters == LIMITS.bounds("decode")
@@ -72,7 +72,7 @@ def test_a_cache_is_state_and_its_output_an_alias():
 
 
 def test_the_report_counts_what_lives_as_the_planner_does():
-    graphs = [*make_graphs(), with_cache()]
+    graphs = [*planned_graphs(), with_cache()]
     for graph in graphs:
         memory = memory_report(lower(graph, SHA))
         assert memory["live_bytes"] == max_live_bytes(liveness(graph))
@@ -81,7 +81,7 @@ def test_the_report_counts_what_lives_as_the_planner_does():
 
 
 def test_what_is_no_plugin_op_is_named_all_at_once():
-    graph = make_graphs()[0]
+    graph = planned_graphs()[0]
     x = graph.find("dsc.RmsNorm")[0].outputs[0]
     for name in ("one", "two"):
         graph.add("Sigmoid", [x], [replace_output(graph, x, name)], name)
@@ -98,14 +98,14 @@ def replace_output(graph, like, name):
 
 
 def test_a_constant_by_value_is_named():
-    graph = make_graphs()[0]
+    graph = planned_graphs()[0]
     graph.find("dsc.LmHead")[0].inputs[1] = constant("rows", [0], "int32")
     with pytest.raises(DscError, match="lm_head reads rows: a constant that is no weight cannot be stored"):
         lower(graph, SHA)
 
 
 def test_a_graph_without_a_plan_is_told_to_plan():
-    graph = make_graphs()[0]
+    graph = planned_graphs()[0]
     graph.memory_plan = {}
     with pytest.raises(
         DscError, match=r"main\.decode: embed_tokens\.y has no place\n  try  plan_memory as the last pass"
@@ -114,7 +114,7 @@ def test_a_graph_without_a_plan_is_told_to_plan():
 
 
 def test_a_smaller_step_fits_the_offsets_of_the_largest():
-    graph = make_graphs()[0]
+    graph = planned_graphs()[0]
     program = lower(graph, SHA)
     from dsc.runtime.program import nbytes
 
@@ -125,6 +125,6 @@ def test_a_smaller_step_fits_the_offsets_of_the_largest():
 
 
 def test_a_plan_that_leaves_the_arena_is_refused():
-    program = lower(make_graphs()[0], SHA)
+    program = lower(planned_graphs()[0], SHA)
     with pytest.raises(DscError, match="leaves the arena"):
         replace(program, arena_bytes=program.arena_bytes - 1).check("main.decode")

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.small_engine import LIMITS, SPEC, make_graphs
+from support.small_engine import LIMITS, SPEC, planned_graphs
 
 from dsc.compiler.ir.graph import Graph, GraphInfo, weight
 from dsc.compiler.ir.weight import Source
@@ -96,7 +96,7 @@ def test_an_alias_keeps_its_memory_and_has_no_place_of_its_own(monkeypatch):
 
 
 def test_caches_and_graph_outputs_lie_outside():
-    for graph in make_graphs():
+    for graph in planned_graphs():
         inside = set(graph.memory_plan)
         assert not inside & {tensor.name for tensor in (*graph.gs.inputs, *graph.gs.outputs)}
         assert not inside & set(graph.weights())

@@ -15,7 +15,7 @@ from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.errors import DscError
 from dsc.runtime.manifest import SCHEMA_VERSION
 
-WEIGHTS = "weights/common-00001.safetensors"
+WEIGHTS = "weights/rank0-00001.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +162,7 @@ def test_what_is_no_engine(tmp_path, engine):
         (("tensors", "embed.weight", "offset"), 1 << 40, "tensors['embed.weight'].offset is out of range"),
         (("tensors", "embed.weight", "offset"), -8, "tensors['embed.weight'].offset is out of range"),
         (("tensors", "embed.weight", "offset"), 1, "a multiple of 2"),
+        (("tensors", "linear.packed", "offset"), 4096, "overlap in weights/"),
         (("tensors", "embed.weight", "bytes"), 5, "tensors['embed.weight'].bytes does not follow"),
         (("tensors", "embed.weight", "shape"), [-96, -64], "no dtype, shape and sha256 that can be"),
         (("tensors", "embed.weight", "shape"), [1 << 70], "tensors['embed.weight'].bytes does not follow"),

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import struct
+import zlib
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
+from dsc.compiler.emit import emit, gather, place
 from dsc.compiler.engine_writer import EngineContents, weight_bytes, write_engine
 from dsc.compiler.ir.graph import Graph, GraphInfo, weight
-from dsc.compiler.ir.weight import Placement, Quantize, Source
+from dsc.compiler.ir.weight import Quantize, Source
+from dsc.compiler.ledger import Ledger
 from dsc.compiler.phases import StepLimits, sample_graph
+from dsc.compiler.pipeline import run_passes
 from dsc.compiler.recipe import KvCache, Limits, Mtp, Parallel, Recipe
 from dsc.compiler.staging import Staging
 from dsc.passes.plan_memory import PlanMemory
@@ -64,42 +64,34 @@ def make_graphs() -> list[Graph]:
     logits = graph.plugin("LmHead", head, {"w_format": "bf16"}, "lm_head", {"logits": "logits"}).outputs[0]
     graph.add_output(logits)
     graph.add_output(hidden)
-    graphs = [graph, sample_graph(SPEC, LIMITS)]
-    for item in graphs:
-        PlanMemory().run(item)
+    return [graph, sample_graph(SPEC, LIMITS)]
+
+
+def planned_graphs() -> list[Graph]:
+    """The same, with their memory planned."""
+    graphs = make_graphs()
+    for graph in graphs:
+        PlanMemory().run(graph)
     return graphs
 
 
-def write_weights(folder: Path, graphs: list[Graph]) -> dict[str, str]:
-    """Random bytes for every weight, in one safetensors file; fills placements, gives each tensor's sha256."""
-    constants = {name: tensor for graph in graphs for name, tensor in graph.weights().items()}
-    generator = torch.Generator().manual_seed(0)
-    values = {}
-    for name, tensor in sorted(constants.items()):
-        expression = tensor._values.expression
-        raw = torch.randint(0, 60, (expression.nbytes,), generator=generator, dtype=torch.uint8)
-        values[name] = raw.view(getattr(torch, expression.dtype)).view(expression.shape)
-    (folder / "weights").mkdir()
-    file = folder / "weights" / "common-00001.safetensors"
-    save_file(values, file)
-    content = file.read_bytes()
-    (header_bytes,) = struct.unpack("<Q", content[:8])
-    header = json.loads(content[8 : 8 + header_bytes])
-    hashes = {}
-    for graph in graphs:
-        for name, tensor in graph.weights().items():
-            begin, end = (8 + header_bytes + at for at in header[name]["data_offsets"])
-            tensor._values.placement = Placement("weights/common-00001.safetensors", begin, end - begin)
-            hashes[name] = hashlib.sha256(content[begin:end]).hexdigest()
-    return hashes
+def read_source(name: str, rows: slice | None) -> torch.Tensor:
+    """A source tensor of random values that depend on its name alone."""
+    expressions = [t._values.expression for graph in make_graphs() for t in graph.weights().values()]
+    source = next(s for e in expressions for s in e.sources() if s.name == name)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    values = torch.randint(-99, 99, source.shape, generator=generator).to(getattr(torch, source.dtype)) / 64
+    return values if rows is None else values[rows]
 
 
 def make_small_engine(target: Path, checkpoint: Path | None = None) -> Path:
     """The engine at `target`; `checkpoint` gives it a tokenizer."""
     graphs = make_graphs()
+    pipeline = run_passes(graphs, [PlanMemory()])
     with Staging(target, weight_bytes(graphs)) as stage:
-        hashes = write_weights(stage.folder, graphs)
-        report = {"passes": [], "ledger": {}, "weights": {}}
-        write_engine(stage.folder, EngineContents(SPEC, RECIPE, graphs, hashes, checkpoint or target, report))
+        emission = emit(gather(graphs), read_source, stage.folder)
+        place(graphs, emission.placements)
+        contents = EngineContents(SPEC, RECIPE, graphs, emission, pipeline, Ledger(()), checkpoint or stage.folder)
+        write_engine(stage.folder, contents)
         stage.commit()
     return target
