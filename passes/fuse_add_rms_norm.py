@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsc.compiler.ir.graph import Graph, GraphInfo
-from dsc.compiler.ir.match import ANY, Any, OneOf, P, W, attribute, sites
+from dsc.compiler.ir.match import attribute, sites
+from dsc.compiler.ir.pattern import ANY, Any, OneOf, P, W
 from dsc.compiler.ir.rewrite import Pass, Report
 
 SUM = P("Add", Any("residual"), Any("x"), name="sum", shared=True)

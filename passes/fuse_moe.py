@@ -79,6 +79,8 @@ class FuseMoe(Pass):
     The shared expert goes into dsc.Moe, so fuse_swiglu, which runs later, finds the dense layers only.
     """
 
+    takes = ("Softmax", "Sigmoid", "TopK", "OneHot", "GatherElements", "MatMul")
+
     def expected(self, info: GraphInfo) -> int:
         return info.num_moe_layers
 

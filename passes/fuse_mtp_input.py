@@ -21,6 +21,8 @@ class FuseMtpInput(Pass):
     The embedding comes first and `hidden` is the graph's input, the main model's rows: swapped halves fit every shape.
     """
 
+    takes = ("Concat",)
+
     def expected(self, info: GraphInfo) -> int:
         return 1 if info.model == "mtp" else 0
 

@@ -6,7 +6,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dsc.compiler.ir.graph import Graph, GraphInfo, Node, Tensor, constant, expression_of, weight, weight_class_of
+from dsc.compiler.ir.graph import (
+    Graph,
+    GraphInfo,
+    Node,
+    Tensor,
+    constant,
+    expression_of,
+    op_name,
+    weight,
+    weight_class_of,
+)
 from dsc.compiler.ir.match import Match, Mismatch, attribute, describe, match
 from dsc.compiler.ir.pattern import ANY, Any, C, P, W
 from dsc.compiler.ir.readers import readers
@@ -44,6 +54,8 @@ class FuseQkv(Pass):
     Takes the inputs `slots` and `cache.{layer}`; adds the output `cache.{layer}.out`.
     """
 
+    takes = ("RotaryEmbedding",)
+
     def expected(self, info: GraphInfo) -> int:
         return info.num_layers
 
@@ -59,6 +71,8 @@ class FuseQkv(Pass):
             site = _complete(graph, front, begun, report)
             if site is not None:
                 _rewrite(graph, front, site, report)
+        if len(report.changed) + len(report.declined) < self.expected(graph.info):
+            _decline_lone_keys(graph, front, report)
         return report
 
 
@@ -99,6 +113,20 @@ def _continue(
             begun.root, f"no {pattern.op} belongs to this latent", str(pattern), f"x from {describe(begun['x'])}"
         )
     return None
+
+
+def _decline_lone_keys(graph: Graph, front: Front, report: Report) -> None:
+    """Tell of layers whose latent looks like nothing known, by the key of one head that is rotated there all the same."""
+    for node in graph.find("RotaryEmbedding"):
+        if node.inputs[0].shape[1] != 1:
+            continue
+        key = match(front.k_rope, node, graph, closed=False)
+        if isinstance(key, Mismatch):
+            report.decline(key.node, key.reason, key.wanted, key.got)
+        else:
+            split = key.matched[front.split]
+            got = ", ".join(f"{op_name(reader)} {reader.name}" for reader in split.outputs[0].outputs)
+            report.decline(split, "the latent is not read by its norm", "RMSNormalization", got or "no reader")
 
 
 def _rewrite(graph: Graph, front: Front, site: Match, report: Report) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsc.compiler.ir.graph import Graph, GraphInfo, type_of
-from dsc.compiler.ir.match import Any, P, sites
+from dsc.compiler.ir.match import sites
+from dsc.compiler.ir.pattern import Any, P
 from dsc.compiler.ir.rewrite import Pass, Report
 
 GATE, UP = Any("gate"), Any("up")

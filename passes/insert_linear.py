@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsc.compiler.ir.graph import Graph, GraphInfo
-from dsc.compiler.ir.match import Any, P, W, sites
+from dsc.compiler.ir.match import sites
+from dsc.compiler.ir.pattern import Any, P, W
 from dsc.compiler.ir.rewrite import Pass, Report
 from dsc.runtime.spec import ModelSpec
 

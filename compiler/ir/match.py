@@ -18,11 +18,6 @@ from dsc.compiler.ir.graph import OPSET, Graph, Node, Tensor, dtype_of, is_plugi
 from dsc.compiler.ir.pattern import ANY, Any, C, Either, OneOf, Output, P, Pattern, W, size
 from dsc.compiler.ir.rewrite import Report
 
-__all__ = [
-    "ANY", "Any", "C", "Either", "Fault", "Match", "Mismatch", "OneOf", "Output", "P", "Pattern", "W",
-    "attribute", "describe", "match", "sites",
-]  # fmt: skip
-
 # Ops that pass a value on: a match that fails at one of these looks behind it, to tell a near miss from another site.
 TRANSPARENT = ("Cast", "Identity", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Expand")
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsc.compiler.ir.graph import Graph, variable
-from dsc.compiler.ir.match import ANY, Any, C, Either, Match, Mismatch, P, Pattern, W, attribute, match
+from dsc.compiler.ir.match import Match, Mismatch, attribute, match
+from dsc.compiler.ir.pattern import ANY, Any, C, Either, P, Pattern, W
 from dsc.compiler.ir.text import from_text
 from dsc.compiler.opt import TINY_R1, info_of
 from dsc.plugins.schema import Type
