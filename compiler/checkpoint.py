@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,9 +17,6 @@ from dsc.compiler.tensor_names import Expected, expected_tensors, mtp_tensors
 from dsc.plugins.schema import Type
 from dsc.runtime.errors import DscError, nearest, raise_all
 from dsc.runtime.spec import ModelSpec
-
-# torch warns once that a tensor over a read-only map must not be written; nothing here writes to one.
-warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
 
 # Tensors that no graph needs: end of the name -> the rule's reason.
 DROPPED_SUFFIXES = {".rotary_emb.inv_freq": "rope frequencies: recomputed from config.json"}
@@ -105,11 +101,11 @@ class Checkpoint:
 
 
 def _map(file: Path, offset: int, nbytes: int) -> torch.Tensor:
-    """uint8 [nbytes] over a private read-only map, unmapped when the last view of it is gone."""
+    """uint8 [nbytes] over a map of its own, unmapped when the last view of it is gone; a write would not reach the file."""
     start = offset - offset % mmap.ALLOCATIONGRANULARITY
     try:
         with file.open("rb") as handle:
-            pages = mmap.mmap(handle.fileno(), offset - start + nbytes, access=mmap.ACCESS_READ, offset=start)
+            pages = mmap.mmap(handle.fileno(), offset - start + nbytes, access=mmap.ACCESS_COPY, offset=start)
     except (OSError, ValueError) as error:
         raise DscError("changed while it was read", where=str(file), got=str(error)) from error
     return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=offset - start)

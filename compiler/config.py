@@ -130,8 +130,7 @@ def _attention(config: JsonFields) -> dict[str, Any]:
     heads, nope, rope = fields["num_heads"], fields["qk_nope_head_dim"], fields["qk_rope_head_dim"]
     if rope and rope % 2:
         config.fault(f"qk_rope_head_dim is {rope}, wanted an even number: rotation turns pairs")
-    if heads:
-        config.equals("num_key_value_heads", heads, "num_attention_heads")
+    config.equals("num_key_value_heads", heads, "num_attention_heads")
     if nope and rope:
         config.equals("qk_head_dim", nope + rope, "qk_nope_head_dim + qk_rope_head_dim")
         config.equals("head_dim", rope, "qk_rope_head_dim")
@@ -199,12 +198,15 @@ def _num_dense_layers(config: JsonFields) -> Any:
     layers, kinds = config.raw("num_hidden_layers"), config.raw("mlp_layer_types")
     count: Any = None
     if kinds is not None:
-        count = kinds.count("dense") if isinstance(kinds, list) else None
-        if count is None or kinds != ["dense"] * count + ["sparse"] * (len(kinds) - count) or len(kinds) != layers:
-            config.fault(
-                f"mlp_layer_types is {show(kinds)}, wanted a dense layer or more, then sparse, {layers} in all"
-            )
-        config.equals("first_k_dense_replace", count, "the dense ones of mlp_layer_types")
+        count = kinds.count("dense") if isinstance(kinds, list) else 0
+        if (
+            isinstance(kinds, list)
+            and kinds == ["dense"] * count + ["sparse"] * (len(kinds) - count)
+            and len(kinds) == layers
+        ):
+            config.equals("first_k_dense_replace", count, "the dense ones of mlp_layer_types")
+        else:
+            config.fault(f"mlp_layer_types is {show(kinds)}, wanted dense layers, then sparse ones, {layers} in all")
     dense = config.integer("first_k_dense_replace", REQUIRED if count is None else count, least=0)
     if type(layers) is int and dense is not None and dense > layers:
         config.fault(f"first_k_dense_replace {dense} exceeds num_hidden_layers {layers}")

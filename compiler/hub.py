@@ -10,8 +10,7 @@ from dsc.runtime.errors import DscError
 
 # What a checkpoint needs: never code (*.py), never pickles, never a second copy of the weights in another format.
 PATTERNS = ("*.json", "*.jinja", "*.model", "model*.safetensors")
-_GB = 10**9
-# Bytes of the released repositories, to the gigabyte.
+# Bytes of the released weights, to 0.1 GB.
 SIZES = {
     **dict.fromkeys(
         (
@@ -19,7 +18,7 @@ SIZES = {
             "deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-R1-Zero", "deepseek-ai/DeepSeek-R1-0528",
             "deepseek-ai/DeepSeek-V3.1", "deepseek-ai/DeepSeek-V3.1-Base", "deepseek-ai/DeepSeek-V3.1-Terminus",
         ),
-        685 * _GB,
+        688_600_000_000,
     ),
     **dict.fromkeys(
         (
@@ -27,7 +26,7 @@ SIZES = {
             "deepseek-ai/DeepSeek-V2.5", "deepseek-ai/DeepSeek-V2.5-1210",
             "deepseek-ai/DeepSeek-Coder-V2-Base", "deepseek-ai/DeepSeek-Coder-V2-Instruct",
         ),
-        471 * _GB,
+        471_500_000_000,
     ),
     **dict.fromkeys(
         (
@@ -37,7 +36,7 @@ SIZES = {
         31_400_000_000,
     ),
     **dict.fromkeys(
-        ("moonshotai/Kimi-K2-Base", "moonshotai/Kimi-K2-Instruct", "moonshotai/Kimi-K2-Instruct-0905"), 1029 * _GB
+        ("moonshotai/Kimi-K2-Base", "moonshotai/Kimi-K2-Instruct", "moonshotai/Kimi-K2-Instruct-0905"), 1_029_200_000_000
     ),
 }  # fmt: skip
 
@@ -97,7 +96,7 @@ def _cached(model: str) -> Path | None:
 def _not_here(model: str, tried: Sequence[Path]) -> DscError:
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    size = f"{SIZES[model]:,} bytes, to the gigabyte" if model in SIZES else "unknown"
+    size = f"about {SIZES[model]:,} bytes" if model in SIZES else "unknown"
     return DscError(
         f"{model} is not on this machine",
         details=[("folders", _looked_at(tried)), ("cache", str(HF_HUB_CACHE)), ("size", size)],

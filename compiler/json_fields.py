@@ -33,9 +33,9 @@ class JsonFields:
         self.faults.append(DscError(sentence, where=self._where))
 
     def equals(self, key: str, value: Any, meaning: str) -> None:
-        """A redundant key: absent, or what other keys make it."""
+        """A redundant key: absent, or what other keys make it (None: they have a fault of their own)."""
         found = self.raw(key)
-        if found is not None and (type(found) is bool or found != value):
+        if found is not None and value is not None and (type(found) is bool or found != value):
             self.fault(f"{self.name(key)} {show(found)} contradicts {meaning} {show(value)}")
 
     def has_key(self, key: str) -> bool:

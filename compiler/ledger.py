@@ -15,6 +15,7 @@ from dsc.runtime.errors import DscError, raise_all
 
 State = Literal["consumed", "derived", "dropped"]
 PIECE_BYTES = 1 << 24
+HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,10 @@ def make_ledger(checkpoint: Checkpoint, weights: Mapping[str, Expression]) -> Le
         for source, whole in _leaves(expression, ""):
             kept[source.name] = kept.get(source.name, False) or whole
     stored = checkpoint.names()
-    dropped = {**checkpoint.dropped, **{name: _copy_rule(original) for name, original in checkpoint.copies()}}
+    dropped = {
+        **checkpoint.dropped,
+        **{copy: DROPPED_TIED if copy == HEAD else DROPPED_COPY for copy, _ in checkpoint.copies()},
+    }
     faults = [_unread([n for n in stored if n not in kept and n not in dropped], checkpoint)]
     faults += [_unstored(sorted(kept.keys() - set(stored)), checkpoint)]
     faults += [_difference(checkpoint, copy, original) for copy, original in checkpoint.copies()]
@@ -99,10 +103,6 @@ def _leaves(expression: Expression, until: str) -> Iterator[tuple[Source, bool]]
         yield from _leaves(part, until)
 
 
-def _copy_rule(original: str) -> str:
-    return DROPPED_TIED if original == "model.embed_tokens.weight" else DROPPED_COPY
-
-
 def _unread(names: list[str], checkpoint: Checkpoint) -> DscError | None:
     if not names:
         return None
@@ -133,7 +133,7 @@ def _difference(checkpoint: Checkpoint, copy: str, original: str) -> DscError | 
         differing, total = sum(int((x != y).any(-1).sum()) for x, y in pieces), a.shape[0]
     if not differing:
         return None
-    tied = checkpoint.spec.tie_word_embeddings and copy == "lm_head.weight"
+    tied = checkpoint.spec.tie_word_embeddings and copy == HEAD
     return DscError(
         f"{copy} is not a copy of {original}" + (", yet tie_word_embeddings is true" if tied else ""),
         where=str(checkpoint.folder),
