@@ -65,6 +65,8 @@ class Scheduler:
             request.drafts = request.drafts[: min(request.draft_room(), budget - count)]
             if self._grow(request, request.computed + count + len(request.drafts), plan):
                 plan.append(Scheduled(request, count))
+                # Drafts of drafts lie behind the tokens of this step; without blocks for them fewer are drafted.
+                self._take(request, len(request.tokens) + len(request.drafts) + request.draft_room())
                 budget = self._batch_tokens - sum(s.count + len(s.request.drafts) for s in plan)
         while budget > 0 and self.waiting and len(self.running) < self._sequences and self._admit(self.waiting[0]):
             request = self.waiting.popleft()

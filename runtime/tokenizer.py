@@ -87,7 +87,7 @@ class Tokenizer:
         try:
             compiled = self._environment.from_string(names[wanted])
             return str(compiled.render(messages=messages, add_generation_prompt=add_generation_prompt, **given))
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError) as error:
             raise DscError("the chat template refuses the messages", where=str(self._folder), got=str(error)) from error
 
     @cached_property
