@@ -94,16 +94,7 @@ def compile_engine(
         )
         place(graphs, emission.placements)
         progress.step("engine")
-        records = [asdict(record) for record in emission.weights]
-        contents = EngineContents(
-            spec=checkpoint.spec,
-            recipe=recipe,
-            graphs=graphs,
-            tensor_sha256=emission.tensor_sha256,
-            checkpoint=folder,
-            report={**report.to_json(), "ledger": ledger.to_json(), "weights": records},
-            file_sha256=emission.file_sha256,
-        )
+        contents = EngineContents(checkpoint.spec, recipe, graphs, emission, report, ledger, folder)
         write_engine(stage.folder, contents)
         stage.commit()
     sizes = checkpoint.files()
