@@ -12,6 +12,7 @@ from dataclasses import replace
 from dsc.compiler.ir.weight import Cast, Concat, Dequantize, Expression, Quantize, Reshape, Stack, Unary
 
 _EXACT_IN = {  # dtypes that hold every value of a dtype
+    "float32": ("float32",),
     "bfloat16": ("bfloat16", "float32"),
     "float8_e4m3fn": ("float8_e4m3fn", "bfloat16", "float32"),
 }
@@ -58,6 +59,8 @@ def verdict(segment: Expression) -> str:
         if not segment.parsed.quantized:
             return "rounded"
         return "requantized" if _dequantizes(segment) else "quantized"
+    if _rounds(segment):
+        return "rounded"
     return "passed" if segment.dtype == "float8_e4m3fn" else "exact"
 
 
@@ -110,7 +113,7 @@ def _quantize_plain(x: Expression, expression: Quantize) -> Expression:
 
 def _rounds(expression: Expression) -> bool:
     """Whether a cast in it may lose digits."""
-    if isinstance(expression, Cast) and expression.to not in _EXACT_IN.get(expression.x.dtype, ("float32",)):
+    if isinstance(expression, Cast) and expression.to not in _EXACT_IN.get(expression.x.dtype, ()):
         return True
     return isinstance(expression, Unary) and _rounds(expression.x)
 
