@@ -14,7 +14,6 @@ from dsc.plugins.cpu_node import CpuNode, Run, StepMemo, keep
 from dsc.plugins.latent_cache import cache_rows
 from dsc.plugins.mla_attention.ragged import GROUP_ELEMENTS, Group, Part, Plan, make_plan
 from dsc.plugins.rope import rotate_by, step_turns
-from dsc.plugins.stored import StoredWeight
 
 
 @dataclass(frozen=True)
@@ -61,13 +60,14 @@ def bind(node: CpuNode) -> Run | None:
 
         plan = step.once(("mla_attention", absorbed), plan_step)
         rows = cache_rows(cache, cache_dtype, key_width)
+        w = kv_b.data if kv_b.scales is None else kv_b.dequantize()
         compute = torch.float32 if q.dtype is torch.float32 else rows.dtype
         if plan.whole:
             (group,) = plan.groups
-            return (attend(sizes, kv_b, q, _keys(rows, group, compute), group)[0].to(q.dtype),)
+            return (attend(sizes, w, q, _keys(rows, group, compute), group)[0].to(q.dtype),)
         o = q.new_zeros(len(q), sizes.heads * sizes.v)
         for group in plan.groups:
-            outputs = attend(sizes, kv_b, q, _keys(rows, group, compute), group)
+            outputs = attend(sizes, w, q, _keys(rows, group, compute), group)
             for part, output in zip(group.parts, outputs, strict=True):
                 if part.real is None:
                     o[part.rows] = output.to(o.dtype)
@@ -85,7 +85,7 @@ def _keys(rows: torch.Tensor, group: Group, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _absorbed(
-    sizes: Sizes, kv_b: StoredWeight, q: torch.Tensor, keys_GSE: torch.Tensor, group: Group
+    sizes: Sizes, w: torch.Tensor, q: torch.Tensor, keys_GSE: torch.Tensor, group: Group
 ) -> list[torch.Tensor]:
     """Outputs [n, H*V] of the group's parts, with the latents as keys and values of all heads.
 
@@ -93,12 +93,12 @@ def _absorbed(
     all heads, and the mask has a row per query. Values are whole cached rows, since the fused kernel wants equal
     widths; the rope part of the sum is dropped.
     """
-    w_HNL = kv_b.dequantize().view(sizes.heads, sizes.nope + sizes.v, sizes.latent)
-    w_uk_HNL, w_uv_HLV = w_HNL[:, : sizes.nope], w_HNL[:, sizes.nope :].mT
+    w_HFL = w.view(sizes.heads, sizes.nope + sizes.v, sizes.latent)
     outputs = []
     for part in group.parts:
         q_nHD = q[part.rows].float().view(-1, sizes.heads, sizes.nope + sizes.rope)
-        q_HnL = torch.bmm(q_nHD[..., : sizes.nope].transpose(0, 1), w_uk_HNL)
+        # float32 products, whose bfloat16 kernel is slower; each half is converted where it is used, to be in cache then.
+        q_HnL = torch.bmm(q_nHD[..., : sizes.nope].transpose(0, 1), w_HFL[:, : sizes.nope].float())
         q_nHE = torch.cat((q_HnL.transpose(0, 1), rotate_by(q_nHD[..., sizes.nope :], part.turns)), -1)
         q_GQHE = q_nHE.to(keys_GSE.dtype).view(group.size, part.queries, sizes.heads, -1)
         keys_GQSE = keys_GSE[:, None, : part.keys].expand(-1, part.queries, -1, -1)
@@ -106,16 +106,18 @@ def _absorbed(
         mask_GQ1S = None if mask is None else mask.unsqueeze(2)
         sums_GQHE = scaled_dot_product_attention(q_GQHE, keys_GQSE, keys_GQSE, mask_GQ1S, scale=sizes.scale)
         sums_HnL = sums_GQHE[..., : sizes.latent].permute(2, 0, 1, 3).float().reshape(sizes.heads, -1, sizes.latent)
-        outputs.append(torch.bmm(sums_HnL, w_uv_HLV).transpose(0, 1).reshape(-1, sizes.heads * sizes.v))
+        outputs.append(
+            torch.bmm(sums_HnL, w_HFL[:, sizes.nope :].float().mT).transpose(0, 1).reshape(-1, sizes.heads * sizes.v)
+        )
     return outputs
 
 
 def _expanded(
-    sizes: Sizes, kv_b: StoredWeight, q: torch.Tensor, keys_GSE: torch.Tensor, group: Group
+    sizes: Sizes, w: torch.Tensor, q: torch.Tensor, keys_GSE: torch.Tensor, group: Group
 ) -> list[torch.Tensor]:
     """Outputs [n, H*V] of the group's parts, with keys and values made for as many heads at a time as memory allows."""
     dtype, width = keys_GSE.dtype, sizes.nope + sizes.rope
-    w = kv_b.data if kv_b.data.dtype == dtype else kv_b.dequantize().to(dtype)
+    w = w.to(dtype)
     queries = [_rotated_queries(sizes, q, part, group.size, dtype) for part in group.parts]
     outputs: list[list[torch.Tensor]] = [[] for _ in group.parts]
     step = max(1, GROUP_ELEMENTS // (group.size * group.keys * (width + sizes.nope + sizes.v)))

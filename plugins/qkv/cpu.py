@@ -1,0 +1,64 @@
+"""Qkv on CPUs: one product, norms and rope on its slices, one write into the cache."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from dsc.plugins.cpu_linear import Product, bind_product, can_join
+from dsc.plugins.cpu_node import CpuNode, Run, StepMemo
+from dsc.plugins.latent_cache import cache_rows
+from dsc.plugins.norm import Norm
+from dsc.plugins.rope import rotate_by, step_turns
+
+
+class Written(NamedTuple):
+    """Where a step's tokens go: cache rows, and the rows of the step they come from (None: all, in order)."""
+
+    slots: torch.Tensor
+    rows: torch.Tensor | None
+
+
+def bind(node: CpuNode) -> Run:
+    """The projections as one product where their formats allow it."""
+    a = node.attributes
+    q_width, latent, rope, cache_dtype = int(a["q_width"]), int(a["latent"]), int(a["rope"]), str(a["cache_dtype"])
+    products = _bind_products(node)
+    q_norm = Norm(node.constants["q_norm"], float(a["epsilon"])) if "q_norm" in node.constants else None
+    kv_norm = Norm(node.constants["kv_norm"], float(a["epsilon"]))
+    cos, sin = node.constants["cos"], node.constants["sin"]
+
+    def run(
+        step: StepMemo, x: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        made = products[0](x) if len(products) == 1 else torch.cat([product(x) for product in products], -1)
+        q, latents, keys = made.split((q_width, latent, rope), -1)
+        if q_norm is not None:
+            q = q_norm(q).to(x.dtype)
+        turned = rotate_by(keys.float(), step_turns(step, cos, sin, positions))
+        rows = cache_rows(cache, cache_dtype, latent + rope)
+        exact = torch.cat((kv_norm(latents), turned), -1)
+        stored = exact.to(rows.dtype)
+        written = step.once("cache slots", lambda: _written(slots))
+        rows.index_copy_(0, written.slots, stored if written.rows is None else stored[written.rows])
+        latents, turned = (stored if rows.dtype is x.dtype else exact.to(x.dtype)).split((latent, rope), -1)
+        return q, latents, turned, cache
+
+    return run
+
+
+def _bind_products(node: CpuNode) -> list[Product]:
+    dtype = getattr(torch, node.types["x"].dtype)
+    names = tuple(name for name in ("w", "w_kv") if name in node.weights)
+    if can_join([node.weights[name] for name in names]):
+        return [bind_product(node, names, dtype)]
+    return [bind_product(node, name, dtype) for name in names]
+
+
+def _written(slots: torch.Tensor) -> Written:
+    wide = slots.long()
+    if not len(wide) or int(wide.min()) >= 0:
+        return Written(wide, None)
+    rows = (wide >= 0).nonzero().flatten()
+    return Written(wide[rows], rows)

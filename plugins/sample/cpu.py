@@ -1,0 +1,84 @@
+"""Sample on CPUs: all rows at once; greedy rows without sorting.
+
+Legend: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dsc.plugins.cpu_node import CpuNode, Run, StepMemo
+from dsc.plugins.sample.philox import uniform
+
+
+def bind(node: CpuNode) -> Run:
+    """Nothing to prepare: the op has no weights."""
+    return _run
+
+
+def _run(
+    step: StepMemo,
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_p: torch.Tensor,
+    top_k: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    token_mask: torch.Tensor,
+    drafts: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    allowed = _mask(logits, token_mask)
+    best, tokens = allowed.max(-1)
+    sampled = temperature.nonzero().flatten()
+    if len(sampled):
+        limits = [x[sampled] for x in (temperature, top_p, top_k, min_p)]
+        tokens[sampled] = _draw(allowed[sampled], *limits, uniform(seeds[sampled], positions[sampled]))
+    # The logarithm of the sum is NaN or infinite where the raw logits have a NaN, an infinity or nothing else than -inf.
+    total = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - total
+    broken = ~(total.isfinite() & best.isfinite())
+    tokens.masked_fill_(broken, -1)
+    return tokens.int(), _accept(tokens, drafts), logprobs.masked_fill_(broken, torch.nan)
+
+
+def _mask(logits: torch.Tensor, token_mask: torch.Tensor) -> torch.Tensor:
+    """logits [R, V] with -inf where the token's bit is clear; logits themselves where every bit is set."""
+    if bool((token_mask == -1).all()):
+        return logits
+    bits = token_mask.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32) & 1
+    return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
+
+
+def _draw(
+    allowed_RV: torch.Tensor,
+    temperature: torch.Tensor,
+    top_p: torch.Tensor,
+    top_k: torch.Tensor,
+    min_p: torch.Tensor,
+    u: torch.Tensor,
+) -> torch.Tensor:
+    """Tokens int64 [R] by inverse cumulative probability. The kept tokens are always the first of the sorted ones."""
+    sorted_RV, order_RV = allowed_RV.sort(-1, descending=True, stable=True)
+    p_RV = torch.softmax((sorted_RV - sorted_RV[:, :1]).double() / temperature.unsqueeze(-1), -1)
+    cumulative_RV = p_RV.cumsum(-1)
+    vocabulary = allowed_RV.shape[1]
+    count = torch.where(top_k > 0, top_k.clamp_max(vocabulary), vocabulary).long()
+    limit = cumulative_RV.gather(-1, count.unsqueeze(-1) - 1) * top_p.unsqueeze(-1)
+    count = torch.minimum(count, 1 + (cumulative_RV < limit).sum(-1))
+    count = torch.minimum(count, (p_RV >= min_p.unsqueeze(-1) * p_RV[:, :1]).sum(-1).clamp_min(1))
+    goal = cumulative_RV.gather(-1, count.unsqueeze(-1) - 1) * u.unsqueeze(-1)
+    place = (cumulative_RV <= goal).sum(-1, keepdim=True)
+    # A row without finite logits has no place; its token is replaced by the caller.
+    return order_RV.gather(-1, place.clamp_max_(vocabulary - 1)).squeeze(-1)
+
+
+def _accept(tokens: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+    """int32 [R]: 1 up to the first refused draft of each sequence. A row without a draft ends its sequence."""
+    refused = (tokens != drafts).logical_or_(drafts < 0).long()
+    so_far = refused.cumsum(0)
+    rows = torch.arange(len(drafts))
+    starts = torch.ones_like(rows)
+    starts[1:] = drafts[:-1] < 0
+    first = torch.where(starts > 0, rows, 0).cummax(0).values if len(rows) else rows
+    return (so_far - (so_far - refused)[first] == 0).int()
