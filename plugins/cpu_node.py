@@ -49,8 +49,10 @@ class Packs:
     @property
     def resident_bytes(self) -> int:
         """Bytes of all tensors held, each counted once."""
-        found = {(tensor.data_ptr(), tensor.nbytes) for value in self._made.values() for tensor in tensors_in(value)}
-        return sum(nbytes for _, nbytes in found)
+        tensors = [tensor for value in self._made.values() for tensor in tensors_in(value)]
+        # oneDNN's opaque tensors have no address, but are never views of each other.
+        found = {id(t) if t.layout is torch._mkldnn else (t.data_ptr(), t.nbytes): t.nbytes for t in tensors}
+        return sum(found.values())
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -1,0 +1,209 @@
+"""Products x W^T on CPUs: one kernel per storage format, each keeping its weight once, in the machine's own packing.
+
+Legend: T tokens, N rows, K columns of a weight, G columns that share a scale. benchmarks/cpu_ops.py measures the choices.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import linear, pad
+
+from dsc.plugins.cpu_node import CpuNode
+from dsc.plugins.stored import FP8_BLOCK, StoredWeight, round_activations, unpack_nibbles
+
+# From so many tokens on, making the weight float32 and torch's float32 product beat the packed kernels.
+MANY = 64
+INT4_ROWS = 64  # rows that torch's int4 packing interleaves on machines with AVX-512
+
+
+class Product:
+    """x [T, K] -> x W^T [T, N] in x's dtype, summed in float32. What `prepare` returns may serve several products of x."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.multiply(self.prepare(x))
+
+    def prepare(self, x: torch.Tensor) -> torch.Tensor:
+        """What can be computed from x alone, for products of one format."""
+        return x
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """The product of a prepared x."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class Plain(Product):
+    """A weight of the activations' own dtype."""
+
+    w: torch.Tensor
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.w)
+
+
+@dataclass(frozen=True, eq=False)
+class Blocked(Product):
+    """bf16 under bfloat16 activations, in oneDNN's blocked layout, which it would otherwise make for each call."""
+
+    w: torch.Tensor  # opaque to all but oneDNN
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) < MANY:
+            y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.w, None, "none", [], "")
+            return y
+        return linear(x.float(), self.w.to_dense().float()).bfloat16()
+
+
+@dataclass(frozen=True, eq=False)
+class Dequantized(Product):
+    """Any stored weight, made float32 for each call; under fp8 weights the activations are quantized."""
+
+    w: StoredWeight
+    dtype: torch.dtype
+
+    def prepare(self, x: torch.Tensor) -> torch.Tensor:
+        return round_activations(x, self.w.format.ue8m0) if self.w.format.kind == "fp8" else x.float()
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.w.dequantize()).to(self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Int8(Product):
+    """wint8, its codes as they are stored."""
+
+    codes: torch.Tensor  # int8 [N, K]
+    scales: torch.Tensor  # [N] in the activations' dtype
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) < MANY:
+            return torch._weight_int8pack_mm(x, self.codes, self.scales)
+        return linear(x.float(), self.codes.float()).mul_(self.scales).to(x.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Int4(Product):
+    """wint4 under bfloat16 activations, in the packing of torch's int4 kernel.
+
+    scales  bfloat16 [K/G, N, 2]: beside each scale the kernel's zero point, which is 0. Where that would add more than
+            5 % to the weight (G < 128): [K/G, N], and the zero points are added for each call
+    blocks  whether the packing is known to be `unpack_int4`'s
+    """
+
+    codes: torch.Tensor  # uint8 [N, K/2] in the machine's order
+    scales: torch.Tensor
+    group: int
+    blocks: bool
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        if self.blocks and len(x) >= MANY:
+            return self._multiply_blocks(prepared)
+        scales = self.scales if self.scales.dim() == 3 else _with_zeros(self.scales)
+        return torch._weight_int4pack_mm_for_cpu(x.contiguous(), self.codes, self.group, scales)
+
+    __call__ = multiply
+
+    def _multiply_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        """Dequantize in the packed order, so that nothing is transposed: [N/64, K, 64]."""
+        scales = self.scales[..., 0] if self.scales.dim() == 3 else self.scales
+        w = unpack_int4(self.codes).float().sub_(8.0)
+        blocks, columns, _ = w.shape
+        groups = w.view(blocks, columns // self.group, self.group, INT4_ROWS)
+        groups.mul_(scales.float().view(-1, blocks, 1, INT4_ROWS).transpose(0, 1))
+        return torch.matmul(x.float(), w).bfloat16().transpose(0, 1).reshape(len(x), -1)
+
+
+@dataclass(frozen=True, eq=False)
+class Padded(Product):
+    """A product whose rows were padded to what its kernel wants."""
+
+    product: Product
+    rows: int
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product.multiply(x)[:, : self.rows]
+
+
+def bind_product(node: CpuNode, operands: str | tuple[str, ...], dtype: torch.dtype) -> Product:
+    """The product with a weight [N, K] under activations of `dtype`; with several (`can_join`), their rows joined."""
+    return node.pack(operands, pack_product, dtype)
+
+
+def pack_product(*arguments: StoredWeight | torch.dtype) -> Product:
+    """For `CpuNode.pack`: weights, then the activations' dtype -> the product with all their rows."""
+    *weights, dtype = arguments
+    assert isinstance(dtype, torch.dtype), dtype
+    return make_product(join_rows([w for w in weights if isinstance(w, StoredWeight)]), dtype)
+
+
+def can_join(*weights: StoredWeight) -> bool:
+    """Whether the rows of several weights make one weight: one format, and no fp8 block across two of them."""
+    whole = all(w.format.kind != "fp8" or w.shape[-2] % FP8_BLOCK == 0 for w in weights[:-1])
+    return whole and len({w.format for w in weights}) == 1
+
+
+def join_rows(weights: list[StoredWeight]) -> StoredWeight:
+    """Weights [..., N, K] for which `can_join` holds -> one with all their rows."""
+    if len(weights) == 1:
+        return weights[0]
+    assert can_join(*weights), [str(w.format) for w in weights]
+    scales = [w.scales for w in weights if w.scales is not None]
+    along = -1 if weights[0].format.kind == "wint8" else -2
+    data = torch.cat([w.data for w in weights], -2)
+    return StoredWeight(weights[0].format, data, torch.cat(scales, along) if scales else None)
+
+
+def make_product(w: StoredWeight, dtype: torch.dtype) -> Product:
+    """The product with one weight [N, K] under activations of `dtype`."""
+    rows, columns = w.shape
+    if w.scales is None:
+        if w.data.dtype is not dtype:
+            return Dequantized(w, dtype)
+        blocked = dtype is torch.bfloat16 and _has_onednn_bf16()
+        return Blocked(torch.ops.mkldnn._reorder_linear_weight.default(w.data)) if blocked else Plain(w.data)
+    if w.format.kind == "wint8" and columns % 32 == 0:  # torch's kernel reads beyond other widths
+        return Int8(w.data, w.scales.to(dtype))
+    if w.format.kind == "wint4" and dtype is torch.bfloat16:
+        missing = -rows % 16
+        if not missing:
+            return _make_int4(w, w.scales)
+        scales = pad(w.scales, (0, 0, 0, missing))
+        return Padded(_make_int4(StoredWeight(w.format, pad(w.data, (0, 0, 0, missing)), scales), scales), rows)
+    return Dequantized(w, dtype)
+
+
+def _make_int4(w: StoredWeight, scales: torch.Tensor) -> Int4:
+    codes = torch._convert_weight_to_int4pack_for_cpu(unpack_nibbles(w.data).int() + 8, 1)  # the kernel subtracts 8
+    by_group = scales.mT.contiguous()
+    blocks = len(codes) % INT4_ROWS == 0 and _packs_in_blocks()
+    return Int4(codes, _with_zeros(by_group) if w.format.group >= 128 else by_group, w.format.group, blocks)
+
+
+def _with_zeros(scales: torch.Tensor) -> torch.Tensor:
+    return torch.stack((scales, torch.zeros_like(scales)), -1)
+
+
+def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
+    """Codes 0..15 as torch packs them with AVX-512: uint8 [N, K/2] -> uint8 [N/64, K, 64], 64 rows last.
+
+    A block holds [K, 32] bytes: the low nibble of byte i is row i's, the high one row i + 32's.
+    """
+    rows, half = packed.shape
+    pairs = packed.view(rows // INT4_ROWS, half * 2, INT4_ROWS // 2)
+    return torch.cat((pairs & 15, pairs >> 4), -1)
+
+
+@functools.cache
+def _packs_in_blocks() -> bool:
+    """Whether `unpack_int4` is right on this machine: torch's packing follows the width of its vectors."""
+    codes = (torch.arange(2 * INT4_ROWS * 32, dtype=torch.int32) * 40503 // 128 % 16).view(-1, 32)
+    unpacked = unpack_int4(torch._convert_weight_to_int4pack_for_cpu(codes, 1))
+    return torch.equal(unpacked.mT.reshape(codes.shape).int(), codes)
+
+
+@functools.cache
+def _has_onednn_bf16() -> bool:
+    return bool(torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
