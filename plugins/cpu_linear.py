@@ -100,7 +100,7 @@ class Int4(Product):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         if self.blocks and len(x) >= MANY:
-            return self._multiply_blocks(prepared)
+            return self._multiply_blocks(x)
         scales = self.scales if self.scales.dim() == 3 else _with_zeros(self.scales)
         return torch._weight_int4pack_mm_for_cpu(x.contiguous(), self.codes, self.group, scales)
 

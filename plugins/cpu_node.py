@@ -51,7 +51,7 @@ class Packs:
         """Bytes of all tensors held, each counted once."""
         tensors = [tensor for value in self._made.values() for tensor in tensors_in(value)]
         # oneDNN's opaque tensors have no address, but are never views of each other.
-        found = {id(t) if t.layout is torch._mkldnn else (t.data_ptr(), t.nbytes): t.nbytes for t in tensors}
+        found = {id(t) if t.is_mkldnn else (t.data_ptr(), t.nbytes): t.nbytes for t in tensors}
         return sum(found.values())
 
 
