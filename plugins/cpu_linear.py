@@ -6,6 +6,7 @@ Legend: T tokens, N rows, K columns of a weight, G columns that share a scale. b
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -139,17 +140,17 @@ def pack_product(*arguments: StoredWeight | torch.dtype) -> Product:
     return make_product(join_rows([w for w in weights if isinstance(w, StoredWeight)]), dtype)
 
 
-def can_join(*weights: StoredWeight) -> bool:
+def can_join(weights: Sequence[StoredWeight]) -> bool:
     """Whether the rows of several weights make one weight: one format, and no fp8 block across two of them."""
     whole = all(w.format.kind != "fp8" or w.shape[-2] % FP8_BLOCK == 0 for w in weights[:-1])
     return whole and len({w.format for w in weights}) == 1
 
 
-def join_rows(weights: list[StoredWeight]) -> StoredWeight:
+def join_rows(weights: Sequence[StoredWeight]) -> StoredWeight:
     """Weights [..., N, K] for which `can_join` holds -> one with all their rows."""
     if len(weights) == 1:
         return weights[0]
-    assert can_join(*weights), [str(w.format) for w in weights]
+    assert can_join(weights), [str(w.format) for w in weights]
     scales = [w.scales for w in weights if w.scales is not None]
     along = -1 if weights[0].format.kind == "wint8" else -2
     data = torch.cat([w.data for w in weights], -2)
