@@ -49,4 +49,5 @@ class CompiledModel:
                 raise DscError("mtp needs the hidden rows that main gave", wanted="Batch.hidden [T, D]", got="none")
             inputs["hidden"] = batch.hidden.to(self._hidden_dtype)
         outputs = self.programs[phase or self.phase_of(batch)].run(inputs)
-        return outputs["logits"], outputs["hidden"]
+        # A graph that reads `hidden` gives its own rows under another name.
+        return outputs["logits"], outputs["hidden" if self._hidden_dtype is None else "hidden.out"]
