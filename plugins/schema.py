@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import importlib
 import operator
 import pkgutil
@@ -242,6 +243,7 @@ def folder_of(op_name: str) -> str:
     return "".join(f"_{c.lower()}" if c.isupper() else c for c in op_name).lstrip("_")
 
 
+@functools.cache
 def load_op(op_name: str) -> Op:
     """The schema of a plugin op by its name, read from its folder; SchemaError with the nearest known op otherwise."""
     folders = plugin_folders()
