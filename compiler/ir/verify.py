@@ -180,7 +180,8 @@ def _standard(graph: Graph) -> Iterator[GraphFault]:
     made = [name for node in proto.node if node.domain == DOMAIN for name in node.output if name]
     proto.input.extend(types[name] for name in [*graph.weights(), *made] if name not in given)
     standard = [node for node in proto.node if node.domain != DOMAIN]
-    inner = [info for info in proto.value_info if info.name not in {i.name for i in proto.input}]
+    given.update(info.name for info in proto.input)
+    inner = [info for info in proto.value_info if info.name not in given]
     del proto.node[:], proto.value_info[:]
     proto.node.extend(standard)
     proto.value_info.extend(inner)
