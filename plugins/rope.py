@@ -23,7 +23,7 @@ def rotation(cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> t
 
 def rotate_by(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
     """`rotate` in one multiplication: x float32 [..., R] with even strides, turns complex, as `rotation` makes them."""
-    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns).flatten(-2)
+    return torch.view_as_real(torch.view_as_complex(torch.unflatten(x, -1, (-1, 2))) * turns).flatten(-2)
 
 
 def step_turns(step: StepMemo, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

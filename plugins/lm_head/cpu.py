@@ -20,7 +20,7 @@ def bind(node: CpuNode) -> Run:
 
         def run_chunks(step: StepMemo, hidden: torch.Tensor, logit_rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
             rows = hidden.index_select(0, logit_rows).float()
-            parts = [linear(rows, chunk.float()) for chunk in weight.split(chunk_rows)]
+            parts = [linear(rows, chunk.float()) for chunk in torch.split(weight, chunk_rows)]
             return (parts[0] if len(parts) == 1 else torch.cat(parts, -1),)
 
         return run_chunks

@@ -34,7 +34,8 @@ def bind(node: CpuNode) -> Run | None:
     cache_dtype, block_tokens = str(a["cache_dtype"]), int(a["block_tokens"])
     if cache_dtype not in ("float32", "bfloat16"):
         return None
-    sizes = Sizes(*(int(a[name]) for name in ("heads", "nope", "rope", "v", "latent_dim")), float(a["scale"]))
+    heads, nope, rope, v, latent_dim = (int(a[name]) for name in ("heads", "nope", "rope", "v", "latent_dim"))
+    sizes = Sizes(heads, nope, rope, v, latent_dim, float(a["scale"]))
     absorbed = a["mode"] == "absorbed"
     attend = _absorbed if absorbed else _expanded
     key_width = sizes.latent + sizes.rope
@@ -157,7 +158,7 @@ def _keys_and_values(
     """
     rows = slice(heads.start * (sizes.nope + sizes.v), heads.stop * (sizes.nope + sizes.v))
     made_GSF = linear(keys_GSE[..., : sizes.latent], w[rows])
-    made_GSHF = made_GSF.unflatten(-1, (-1, sizes.nope + sizes.v))
+    made_GSHF = torch.unflatten(made_GSF, -1, (-1, sizes.nope + sizes.v))
     shared_GSHR = keys_GSE[:, :, None, sizes.latent :].expand(-1, -1, made_GSHF.shape[2], -1)
     k_GSHD = torch.cat((made_GSHF[..., : sizes.nope], shared_GSHR), -1)
     spare = sizes.v - sizes.rope

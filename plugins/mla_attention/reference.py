@@ -36,15 +36,15 @@ def reference(
     """o [T, heads*v] in q's dtype."""
     attend = {"expanded": _expanded, "absorbed": _absorbed}[mode]
     rows = cache_rows(cache, cache_dtype, latent_dim + rope)
-    q_nope_THN, q_rope_THR = q.float().view(-1, heads, nope + rope).split((nope, rope), -1)
+    q_nope_THN, q_rope_THR = q.float().view(-1, heads, nope + rope).split_with_sizes((nope, rope), -1)
     angles = positions.long()
     q_rope_THR = rotate(q_rope_THR, cos[angles].unsqueeze(1), sin[angles].unsqueeze(1))
-    w_uk_HNL, w_uv_HVL = kv_b.dequantize().view(heads, nope + v, latent_dim).split((nope, v), 1)
+    w_uk_HNL, w_uv_HVL = kv_b.dequantize().view(heads, nope + v, latent_dim).split_with_sizes((nope, v), 1)
     o_THV = torch.zeros(len(q), heads, v)
     for sequence, length in enumerate(sequence_lengths.tolist()):
         start, stop = query_starts[sequence : sequence + 2].tolist()
         slots = context_slots(block_table[sequence], length, block_tokens)
-        latent_SL, k_rope_SR = rows[slots].float().split((latent_dim, rope), -1)
+        latent_SL, k_rope_SR = rows[slots].float().split_with_sizes((latent_dim, rope), -1)
         visible = torch.arange(length) <= length - (stop - start) + torch.arange(stop - start).unsqueeze(1)
         bias_TS = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)
         q_rope = scale * torch.einsum("thr,sr->hts", q_rope_THR[start:stop], k_rope_SR) + bias_TS

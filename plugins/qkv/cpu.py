@@ -29,11 +29,10 @@ def bind(node: CpuNode) -> Run:
     kv_norm = Norm(node.constants["kv_norm"], float(a["epsilon"]))
     cos, sin = node.constants["cos"], node.constants["sin"]
 
-    def run(
-        step: StepMemo, x: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, cache: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def run(step: StepMemo, x: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        positions, slots, cache = others[-3:]  # an absent q_norm comes before them
         made = products[0](x) if len(products) == 1 else torch.cat([product(x) for product in products], -1)
-        q, latents, keys = made.split((q_width, latent, rope), -1)
+        q, latents, keys = made.split_with_sizes((q_width, latent, rope), -1)
         if q_norm is not None:
             q = q_norm(q).to(x.dtype)
         turned = rotate_by(keys.float(), step_turns(step, cos, sin, positions))
@@ -42,7 +41,7 @@ def bind(node: CpuNode) -> Run:
         stored = exact.to(rows.dtype)
         written = step.once("cache slots", lambda: _written(slots))
         rows.index_copy_(0, written.slots, stored if written.rows is None else stored[written.rows])
-        latents, turned = (stored if rows.dtype is x.dtype else exact.to(x.dtype)).split((latent, rope), -1)
+        latents, turned = (stored if rows.dtype is x.dtype else exact.to(x.dtype)).split_with_sizes((latent, rope), -1)
         return q, latents, turned, cache
 
     return run

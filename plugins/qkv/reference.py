@@ -37,7 +37,7 @@ def reference(
     projected = linear(x, w)
     if w_kv is not None:
         projected = torch.cat((projected, linear(x, w_kv)), -1)
-    q, latents, keys = projected.split((q_width, latent, rope), -1)
+    q, latents, keys = projected.split_with_sizes((q_width, latent, rope), -1)
     if q_norm is not None:
         q = _norm(q, q_norm, epsilon)
     latents = _norm(latents, kv_norm, epsilon)

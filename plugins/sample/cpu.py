@@ -33,7 +33,7 @@ def _run(
     sampled = temperature.nonzero().flatten()
     if len(sampled):
         limits = [x[sampled] for x in (temperature, top_p, top_k, min_p)]
-        tokens[sampled] = _draw(allowed[sampled], *limits, uniform(seeds[sampled], positions[sampled]))
+        tokens[sampled] = _draw(allowed[sampled], uniform(seeds[sampled], positions[sampled]), *limits)
     # The logarithm of the sum is NaN or infinite where the raw logits have a NaN, an infinity or nothing else than -inf.
     total = logits.logsumexp(-1)
     logprobs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - total
@@ -52,14 +52,14 @@ def _mask(logits: torch.Tensor, token_mask: torch.Tensor) -> torch.Tensor:
 
 def _draw(
     allowed_RV: torch.Tensor,
+    u: torch.Tensor,
     temperature: torch.Tensor,
     top_p: torch.Tensor,
     top_k: torch.Tensor,
     min_p: torch.Tensor,
-    u: torch.Tensor,
 ) -> torch.Tensor:
     """Tokens int64 [R] by inverse cumulative probability. The kept tokens are always the first of the sorted ones."""
-    sorted_RV, order_RV = allowed_RV.sort(-1, descending=True, stable=True)
+    sorted_RV, order_RV = allowed_RV.sort(dim=-1, descending=True, stable=True)
     p_RV = torch.softmax((sorted_RV - sorted_RV[:, :1]).double() / temperature.unsqueeze(-1), -1)
     cumulative_RV = p_RV.cumsum(-1)
     vocabulary = allowed_RV.shape[1]
