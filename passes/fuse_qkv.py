@@ -17,7 +17,7 @@ from dsc.compiler.ir.graph import (
     weight,
     weight_class_of,
 )
-from dsc.compiler.ir.match import Match, Mismatch, attribute, describe, match
+from dsc.compiler.ir.match import Match, Mismatch, attribute, match
 from dsc.compiler.ir.pattern import ANY, Any, C, P, W
 from dsc.compiler.ir.readers import readers
 from dsc.compiler.ir.rewrite import Pass, Report
@@ -78,14 +78,14 @@ class FuseQkv(Pass):
 
 def _complete(graph: Graph, front: Front, begun: Match, report: Report) -> Match | None:
     """Continue a match of the latent with the key's rope and the queries of the same x; None where that fails."""
-    split, kv_a = begun.matched[front.split], begun.matched[front.kv_a]
-    site = _continue(graph, front.k_rope, readers(split.outputs[1], "RotaryEmbedding"), begun, report, closed=False)
+    key, x = begun.matched[front.split].outputs[1], begun["x"]
+    site = _continue(graph, front.k_rope, key, readers(key, "RotaryEmbedding"), begun, report, closed=False)
     if site is None:
         return None
-    queries = [node for node in readers(begun["x"], "Gemm") if node is not kv_a]
+    queries = [node for node in readers(x, "Gemm") if node is not begun.matched[front.kv_a]]
     if front.q.op != "Gemm":
         queries = [norm for node in queries for norm in readers(node.outputs[0], front.q.op)]
-    site = _continue(graph, front.q, queries, site, report, closed=True)
+    site = _continue(graph, front.q, x, queries, site, report, closed=True)
     if site is None or front.q.op == "Gemm":
         return site
     epsilons = [attribute(site.matched[norm], "epsilon") for norm in (front.q, front.latent)]
@@ -97,9 +97,9 @@ def _complete(graph: Graph, front: Front, begun: Match, report: Report) -> Match
 
 
 def _continue(
-    graph: Graph, pattern: P, roots: Sequence[Node], begun: Match, report: Report, closed: bool
+    graph: Graph, pattern: P, tensor: Tensor, roots: Sequence[Node], begun: Match, report: Report, closed: bool
 ) -> Match | None:
-    """The one of `roots` that matches, or the reason of the first that does not in the report."""
+    """The one of `roots`, which follow `tensor`, that matches; or, in the report, why the first of them does not."""
     results = [match(pattern, root, graph, given=begun, closed=closed) for root in roots]
     for result in results:
         if isinstance(result, Match):
@@ -109,10 +109,12 @@ def _continue(
         assert isinstance(nearest, Mismatch)
         report.decline(nearest.node, nearest.reason, nearest.wanted, nearest.got)
     else:
-        report.decline(
-            begun.root, f"no {pattern.op} belongs to this latent", str(pattern), f"x from {describe(begun['x'])}"
-        )
+        report.decline(begun.roots[0], f"nothing else of the site reads {tensor.name}", str(pattern), _readers(tensor))
     return None
+
+
+def _readers(tensor: Tensor) -> str:
+    return ", ".join(f"{op_name(node)} {node.name}" for node in tensor.outputs) or "no reader"
 
 
 def _decline_lone_keys(graph: Graph, front: Front, report: Report) -> None:
@@ -125,8 +127,7 @@ def _decline_lone_keys(graph: Graph, front: Front, report: Report) -> None:
             report.decline(key.node, key.reason, key.wanted, key.got)
         else:
             split = key.matched[front.split]
-            got = ", ".join(f"{op_name(reader)} {reader.name}" for reader in split.outputs[0].outputs)
-            report.decline(split, "the latent is not read by its norm", "RMSNormalization", got or "no reader")
+            report.decline(split, "the latent is not read by its norm", "RMSNormalization", _readers(split.outputs[0]))
 
 
 def _rewrite(graph: Graph, front: Front, site: Match, report: Report) -> None:

@@ -1,21 +1,73 @@
 """Every way to break a fusion site by one edit: an extra cast, a view, swapped operands, a second reader.
 
-    for broken in breaks(graph, site):        # site: names of the nodes that the pass takes
-        report = FuseSwiglu().run(broken.graph)
-        broken.node, broken.thing             # what the message must name: the node beside the edit, and what was put there
+graph = graph_before("fuse_qkv", folder)
+assert_every_break_is_told(graph, FuseQkv(), "layers.1.")
 """
 
 from __future__ import annotations
 
+import importlib.resources
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import onnx_graphsurgeon as gs
+import yaml
 
+from dsc.compiler.config import read_config
+from dsc.compiler.importer.model import import_main, import_mtp
 from dsc.compiler.ir.graph import Graph, Node, constant, is_weight, op_name, type_of, variable
 from dsc.compiler.ir.rewrite import Declined, Pass, Report
 from dsc.compiler.ir.weight import ONNX_DTYPES
+from dsc.compiler.phases import StepLimits, phase_graphs
+from dsc.compiler.pipeline import run_passes
+from dsc.compiler.recipe import make_pass
 from dsc.plugins.schema import Type
+from support.oracle import sources
+
+RECIPE = importlib.resources.files("dsc.recipes") / "tiny-r1-fp32.yaml"
+LIMITS = StepLimits(
+    batch_tokens=64, sequences=2, context_tokens=256, drafts=1, cache_dtype="float32", block_tokens=16
+)  # fmt: skip
+
+
+def imported(folder: Path, model: str = "main", phase: str = "prefill") -> Graph:
+    """A checkpoint's graph of a model and phase, as it comes before the first pass."""
+    importer = {"main": import_main, "mtp": import_mtp}[model]
+    graphs = phase_graphs(importer(read_config(folder), sources(folder), LIMITS.context_tokens), LIMITS)
+    return next(graph for graph in graphs if graph.info.phase == phase)
+
+
+def passes_before(name: str) -> list[Pass]:
+    """The passes that the float32 recipe runs before one."""
+    entries = [
+        entry if isinstance(entry, dict) else {entry: {}} for entry in yaml.safe_load(RECIPE.read_text())["passes"]
+    ]
+    items = [item for entry in entries for item in entry.items()]
+    return [make_pass(*item) for item in items[: [other for other, _ in items].index(name)]]
+
+
+def graph_before(name: str, folder: Path, model: str = "main", phase: str = "prefill") -> Graph:
+    """A checkpoint's graph as the recipe brings it to a pass."""
+    graph = imported(folder, model, phase)
+    run_passes([graph], passes_before(name))
+    return graph
+
+
+def assert_every_break_is_told(graph: Graph, pass_: Pass, mark: str = "") -> None:
+    """Break the site whose nodes carry `mark` in every way: the pass leaves exactly this one, and says where and what."""
+    expected = pass_.expected(graph.info)
+    site = taken(graph, pass_, mark)
+    edits = list(breaks(graph, site))
+    assert expected, "no site to break"
+    assert len(edits) > len(site), (len(edits), site)
+    wrong = []
+    for broken in edits:
+        report = pass_.run(broken.graph)
+        text = said(report)
+        if len(report.changed) != expected - 1 or len(report.declined) != 1 or broken.thing not in text:
+            wrong.append(f"{broken.edit}: {len(report.changed)} of {expected} changed; {text or 'nothing said'}")
+    assert not wrong, "\n".join(wrong)
 
 
 @dataclass(frozen=True)
