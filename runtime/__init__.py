@@ -10,8 +10,15 @@ if TYPE_CHECKING:
     from dsc.runtime.engine import Engine
 
 
-def load(path: str | PathLike[str], device: str | None = None) -> Engine:
+def load(
+    path: str | PathLike[str],
+    device: str | None = None,
+    *,
+    cache_tokens: int | None = None,
+    prefix_reuse: bool = True,
+    verify: bool = True,
+) -> Engine:
     """Load an engine folder. See `dsc.runtime.engine.load`, which this calls (torch is imported only then)."""
     from dsc.runtime.engine import load as load_engine
 
-    return load_engine(path, device)
+    return load_engine(path, device, cache_tokens=cache_tokens, prefix_reuse=prefix_reuse, verify=verify)

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
+MAX_VIEWS = 1024  # sizes of steps remembered by a builder
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,7 @@ class BatchBuilder:
         self._rows = np.zeros((4, max_tokens), np.int32)  # tokens, positions, slots, logit rows
         self._starts = np.zeros(max_sequences + 1, np.int32)
         self._lengths = np.zeros(max_sequences, np.int32)
-        self._rows_t = [torch.from_numpy(row) for row in self._rows]
-        self._starts_t, self._lengths_t = torch.from_numpy(self._starts), torch.from_numpy(self._lengths)
+        self._views: dict[tuple[int, int, int], list[torch.Tensor]] = {}
 
     def build(self, segments: Sequence[Segment]) -> Batch:
         """Pack sequences in order; at least one logit row is made, since kernels need not know empty outputs."""
@@ -115,13 +115,16 @@ class BatchBuilder:
             self._lengths[b] = start + count
         if rows == 0:
             logit_rows[0], rows = 0, 1
-        return Batch(
-            tokens=self._rows_t[0][:at],
-            positions=self._rows_t[1][:at],
-            slots=self._rows_t[2][:at],
-            query_starts=self._starts_t[: len(segments) + 1],
-            sequence_lengths=self._lengths_t[: len(segments)],
-            block_table=torch.from_numpy(table),
-            logit_rows=self._rows_t[3][:rows],
-            longest_query=longest,
-        )
+        views = self._first(at, len(segments), rows)
+        return Batch(*views[:5], torch.from_numpy(table), views[5], longest_query=longest)
+
+    def _first(self, tokens: int, sequences: int, logit_rows: int) -> list[torch.Tensor]:
+        """Views of what a step fills; made once, since steps of one size come again and again."""
+        key = (tokens, sequences, logit_rows)
+        if key not in self._views:
+            if len(self._views) == MAX_VIEWS:
+                self._views.clear()
+            arrays = [row[:tokens] for row in self._rows[:3]]
+            arrays += [self._starts[: sequences + 1], self._lengths[:sequences], self._rows[3][:logit_rows]]
+            self._views[key] = [torch.from_numpy(array) for array in arrays]
+        return self._views[key]

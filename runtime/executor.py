@@ -13,7 +13,7 @@ import torch
 
 from dsc.plugins.cpu_node import CpuNode, Run, StepMemo, keep
 from dsc.plugins.formats import parse_format
-from dsc.plugins.schema import Op, Type, Weight, folder_of, load_op
+from dsc.plugins.schema import Op, Tensor, Type, Weight, folder_of, load_op
 from dsc.plugins.stored import StoredWeight
 from dsc.runtime.errors import DscError
 from dsc.runtime.expressions import LETTERS, evaluate
@@ -140,7 +140,7 @@ class Executor:
         slots = dict(zip(op.slot_names(), (*node.inputs, *[""] * len(op.slot_names())), strict=False))
         constant = {slot for slot, name in slots.items() if name and self.program.operands[name].role == "weight"}
         cpu_node = self._cpu_node(op, node, slots, constant)
-        step_operands = [t.name for t in op.inputs if not isinstance(t, Weight) and t.name not in constant]
+        step_operands = [t.name for t in op.inputs if t.name not in constant and (slots[t.name] or _of_step(t))]
         run = _find_bind(node.op)(cpu_node) or _reference_run(op, cpu_node, step_operands)
         return _Call(
             name=node.name,
@@ -230,6 +230,11 @@ def _last_reads(program: Program) -> list[list[str]]:
         if program.operands[root].role == "activation" and root not in program.outputs:
             frees[i].extend(sorted(members[root]))
     return frees
+
+
+def _of_step(tensor: Tensor) -> bool:
+    """Whether an operand would come with each step, were it not absent: one of its sizes is a letter of the step."""
+    return any(dim in LETTERS for dim in tensor.dims.split())
 
 
 def _checked(program: Program, name: str) -> tuple[torch.dtype, tuple[int | str, ...]]:

@@ -48,6 +48,7 @@ class Sampler:
             "seeds": torch.from_numpy(self._seeds),
             "token_mask": torch.from_numpy(self._mask),
         }
+        self._views: dict[int, dict[str, torch.Tensor]] = {}
 
     def choose(self, requests: Sequence[Request], logits: torch.Tensor) -> list[Choice]:
         """One choice per request. `logits` [R, V] holds 1 + len(drafts) rows a request, in order; may be changed."""
@@ -59,8 +60,7 @@ class Sampler:
         for request, at, end in zip(requests, starts, starts[1:], strict=False):
             if request.penalties is not None:
                 request.penalties.apply_rows(logits[at:end], request.drafts)
-        rows = {name: tensor[: starts[-1]] for name, tensor in self._inputs.items()}
-        outputs = self._program.run({"logits": logits[: starts[-1]], **rows})
+        outputs = self._program.run({"logits": logits[: starts[-1]], **self._first(starts[-1])})
         for row in masked:
             self._mask[row] = ALL_TOKENS
         tokens, accepted = outputs["tokens"].tolist(), outputs["accepted"].tolist()
@@ -87,6 +87,12 @@ class Sampler:
             for token in request.ends:
                 self._mask[row, token // 32] &= ~BITS[token % 32]
         return barred
+
+    def _first(self, count: int) -> dict[str, torch.Tensor]:
+        """The first `count` rows of each input; views are made once, since steps of one size come again and again."""
+        if count not in self._views:
+            self._views[count] = {name: tensor[:count] for name, tensor in self._inputs.items()}
+        return self._views[count]
 
     def _raw_logprobs(self, request: Request, logits: torch.Tensor) -> torch.Tensor | None:
         return None if request.params.logprobs is None else torch.log_softmax(logits, -1)

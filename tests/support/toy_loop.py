@@ -8,6 +8,7 @@ positions, chunks, preemption, shared prefixes and drafts are checked on every s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -100,9 +101,9 @@ class ToyMtp:
             for row in range(first, end):
                 position = length - (end - row)
                 hidden[row] = step_hash(past[position][1], past[position][0])
-                if row not in wanted or (wanted == [0] and phase != "decode"):
+                if row not in wanted:
                     continue
-                for before, after in zip(past[:position], past[1 : position + 1], strict=True):
+                for before, after in pairwise(past[: position + 1]):
                     assert after[1] == step_hash(before[1], before[0]), f"stale MTP rows before {position}: {past}"
         logits = [logits_of(int(hidden[row, 0])) for row in wanted]
         for row, one in zip(wanted, logits, strict=True):
