@@ -116,7 +116,9 @@ class BatchBuilder:
         if rows == 0:
             logit_rows[0], rows = 0, 1
         views = self._first(at, len(segments), rows)
-        return Batch(*views[:5], torch.from_numpy(table), views[5], longest_query=longest)
+        tokens_t, positions_t, slots_t, starts_t, lengths_t, logit_rows_t = views
+        table_t = torch.from_numpy(table)
+        return Batch(tokens_t, positions_t, slots_t, starts_t, lengths_t, table_t, logit_rows_t, longest)
 
     def _first(self, tokens: int, sequences: int, logit_rows: int) -> list[torch.Tensor]:
         """Views of what a step fills; made once, since steps of one size come again and again."""
