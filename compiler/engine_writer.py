@@ -235,7 +235,7 @@ def _tensor_entries(contents: EngineContents) -> dict[str, TensorEntry]:
 
 
 def _stored_as(expression: Expression) -> tuple[str, str]:
-    """Format and part of a stored tensor; what no recipe quantized has its dtype for a format."""
+    """Format and part of a stored tensor; where the recipe has no say, its dtype stands for a format."""
     if isinstance(expression, Quantize):
         return expression.format, expression.part
-    return {"float32": "fp32", "bfloat16": "bf16"}.get(expression.dtype, expression.dtype), "data"
+    return expression.dtype, "data"

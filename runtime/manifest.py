@@ -87,7 +87,8 @@ class GraphFiles:
 class TensorEntry:
     """One stored tensor: `bytes` bytes at `offset` of `file`.
 
-    weight_class   by which the recipe chose `format` (see dsc.plugins.formats), of which this is the part data or scales
+    weight_class   by which the recipe chose `format` (see dsc.plugins.formats; a dtype where it has no say), of which this
+                   is the part data or scales
     layout         order of the elements; kernels that want another than "row_major" name it
     models         models that use the tensor
     """

@@ -61,7 +61,7 @@ def test_the_manifest(engine):
         "scales",
         "bfloat16",
     )
-    assert manifest.tensors["norm.weight"].format == "fp32"
+    assert manifest.tensors["norm.weight"].format == "float32"
     assert manifest.tensors["embed.weight"].models == ("main",)
     assert set(manifest.toolchain) == {"dsc", "numpy", "onnx", "onnx-graphsurgeon", "torch"}
     assert "+" not in manifest.toolchain["torch"]

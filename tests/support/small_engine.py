@@ -11,9 +11,9 @@ from dsc.compiler.emit import emit, gather, place
 from dsc.compiler.engine_writer import EngineContents, weight_bytes, write_engine
 from dsc.compiler.ir.graph import Graph, GraphInfo, weight
 from dsc.compiler.ir.weight import Quantize, Source
-from dsc.compiler.ledger import Ledger
+from dsc.compiler.ledger import Entry, Ledger
 from dsc.compiler.phases import StepLimits, sample_graph
-from dsc.compiler.pipeline import run_passes
+from dsc.compiler.pipeline import PipelineReport, run_passes
 from dsc.compiler.recipe import KvCache, Limits, Mtp, Parallel, Recipe
 from dsc.compiler.staging import Staging
 from dsc.passes.plan_memory import PlanMemory
@@ -35,6 +35,8 @@ RECIPE = Recipe(
     limits=Limits(16, 4, 64), decode_buckets=(1, 4), kv_cache=KvCache("bfloat16", 16), mtp=Mtp(False, 0), passes=(),
     allow={},
 )  # fmt: skip
+
+LEDGER = Ledger((Entry("a", 8, "consumed"), Entry("b", 16, "derived"), Entry("c", 32, "dropped", "MTP is off")))
 
 
 def make_graphs() -> list[Graph]:
@@ -84,14 +86,14 @@ def read_source(name: str, rows: slice | None) -> torch.Tensor:
     return values if rows is None else values[rows]
 
 
-def make_small_engine(target: Path, checkpoint: Path | None = None) -> Path:
-    """The engine at `target`; `checkpoint` gives it a tokenizer."""
+def make_small_engine(target: Path, checkpoint: Path | None = None, pipeline: PipelineReport | None = None) -> Path:
+    """The engine at `target`; `checkpoint` gives it a tokenizer, `pipeline` stands in its report instead of the truth."""
     graphs = make_graphs()
-    pipeline = run_passes(graphs, [PlanMemory()])
+    ran = run_passes(graphs, [PlanMemory()])
     with Staging(target, weight_bytes(graphs)) as stage:
         emission = emit(gather(graphs), read_source, stage.folder)
         place(graphs, emission.placements)
-        contents = EngineContents(SPEC, RECIPE, graphs, emission, pipeline, Ledger(()), checkpoint or stage.folder)
+        contents = EngineContents(SPEC, RECIPE, graphs, emission, pipeline or ran, LEDGER, checkpoint or stage.folder)
         write_engine(stage.folder, contents)
         stage.commit()
     return target
