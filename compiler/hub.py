@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.resources
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,14 +43,15 @@ SIZES = {
 
 
 def find_model(model: str, beside: Sequence[Path] = (), fetch: bool = False) -> Path:
-    """The folder of a model: a path (from the working folder, then from each folder of `beside`), else a cached repository.
+    """The folder of a model: a path (from the working folder, then from each folder of `beside`, then from a checkout of
+    dsc, whose recipes name examples/tiny-r1), else a cached repository.
 
     beside  folders that a recipe's relative path may start from, such as the recipe's own
     fetch   download a repository, or what its cached copy lacks
     raises  DscError with the command that fetches the model and its bytes
     """
     tried = [Path(model).expanduser(), *(folder / model for folder in beside)]
-    for folder in tried:
+    for folder in (*tried, _checkout() / model):
         if folder.is_dir():
             return folder
     if not _is_repository(model):
@@ -79,6 +81,11 @@ def download(model: str) -> Path:
             got=reason[0] if reason else type(error).__name__,
             try_=f"{_command(model)}: run again, it goes on where it stopped",
         ) from error
+
+
+def _checkout() -> Path:
+    """The folder above the packaged recipes: the repository's root where dsc runs from one."""
+    return Path(str(importlib.resources.files("dsc.recipes"))).parent
 
 
 def _is_repository(model: str) -> bool:

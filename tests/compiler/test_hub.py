@@ -48,7 +48,11 @@ def test_a_folder_wins_over_the_cache(cache, tmp_path):
 
 
 def test_a_recipes_relative_folder_may_start_beside_the_recipe(cache):
-    assert find_model("examples/tiny-r1", beside=[Path("nowhere"), TINY.parents[1]]) == TINY
+    assert find_model("tiny-r1", beside=[Path("nowhere"), TINY.parent]) == TINY
+
+
+def test_the_packaged_recipes_example_is_found_from_any_folder(cache):
+    assert find_model("examples/tiny-r1").resolve() == TINY
 
 
 def test_the_cache_is_looked_up_without_network(cache):
