@@ -162,10 +162,24 @@ def parse_recipe(content: str, where: str, name: str) -> Recipe:
         verify=top.take("verify", lambda node: _verify(node, where, faults), default=None),
     )
     top.finish()
+    if recipe.mtp and recipe.mtp.weights:
+        recipe = _with_mtp_formats(recipe, recipe.mtp.weights, top)
     if not faults:
         _check_together(recipe, faults)
     raise_all(where, faults)
     return recipe
+
+
+def _with_mtp_formats(recipe: Recipe, weights: dict[str, Any], top: Fields) -> Recipe:
+    """Tell quantize_weights the formats of the MTP layer, so that they are checked here like all others."""
+    entries = list(recipe.passes)
+    for i, entry in enumerate(entries):
+        if entry.name == "quantize_weights":
+            try:
+                entries[i] = replace(entry, instance=make_pass(entry.name, {**entry.options, "mtp": weights}))
+            except DscError as error:
+                top.fault(top.take("mtp", lambda node: int(node.start_mark.line) + 1), error)
+    return replace(recipe, passes=tuple(entries))
 
 
 def _nested(top: Fields, key: str, type_: type, parsers: dict[str, Parse]) -> Any:
@@ -281,6 +295,8 @@ def _check_together(recipe: Recipe, faults: list[DscError]) -> None:
     if not recipe.mtp.enabled and recipe.mtp.drafts:
         fault("mtp is off but drafts tokens", "enabled: true, or drafts: 0", f"drafts: {recipe.mtp.drafts}")
     names = [entry.name for entry in recipe.passes]
+    if recipe.mtp.weights and "quantize_weights" not in names:
+        fault("mtp.weights names formats, and no pass stores weights in them", "quantize_weights in passes", "none")
     for name in sorted({n for n in names if names.count(n) > 1}):
         lines = ", ".join(str(e.line) for e in recipe.passes if e.name == name)
         fault(f"pass {name} is listed twice", "each pass once", f"lines {lines}")

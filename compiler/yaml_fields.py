@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from dsc.runtime.errors import DscError, nearest
+from dsc.runtime.errors import DscError, DscErrors, nearest
 
 Parse = Callable[[Any], Any]  # a YAML node to a value; ValueError("wanted|got") where it does not fit
 _MISSING = object()
@@ -53,7 +53,11 @@ class Fields:
         return list(self._nodes)
 
     def fault(self, line: int, error: DscError) -> None:
-        """Record a fault at a line of the file."""
+        """Record a fault at a line of the file; several under one headline are recorded one by one."""
+        if isinstance(error, DscErrors):
+            for each in error.errors:
+                self.fault(line, each)
+            return
         at = f"{self.where}:{line}"
         self.faults.append(
             DscError(error.what, where=at, details=error.details, wanted=error.wanted, got=error.got, try_=error.try_)
