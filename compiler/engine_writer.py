@@ -16,7 +16,8 @@ from dsc.compiler.emit import Emission
 from dsc.compiler.ir.graph import Graph, dtype_of, expression_of, weight_class_of
 from dsc.compiler.ir.weight import DTYPE_BYTES, Expression, Quantize, WeightValues
 from dsc.compiler.ledger import Ledger
-from dsc.compiler.lower import lower, memory_report
+from dsc.compiler.lower import lower
+from dsc.compiler.memory import memory_report
 from dsc.compiler.pipeline import PipelineReport
 from dsc.compiler.recipe import Recipe
 from dsc.compiler.staging import sync
@@ -93,7 +94,7 @@ def make_report(contents: EngineContents, programs: Sequence[Program]) -> dict[s
     nodes    {graph: [{node, op}]}, what the runtime has to run
     weights  one record per weight (dsc.compiler.weight_record): format, bytes, errors, how it came about
     ledger   {consumed, derived, dropped}: what became of every tensor of the checkpoint
-    memory   {graph: {arena_bytes, live_bytes, ...}} (dsc.compiler.lower.memory_report)
+    memory   {graph: {arena_bytes, live_bytes, ...}} (dsc.compiler.memory)
     """
     return {
         **contents.pipeline.to_json(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_graphsurgeon as gs
 
 from dsc.compiler.ir.graph import Graph, Node, Tensor, is_plugin, is_weight, op_name, schema_of, type_of
+from dsc.compiler.memory import check_places
 from dsc.runtime.errors import DscError, raise_all
 from dsc.runtime.expressions import LETTERS
 from dsc.runtime.program import Operand, Program, ProgramNode, nbytes
@@ -13,7 +14,7 @@ from dsc.runtime.program import Operand, Program, ProgramNode, nbytes
 def lower(graph: Graph, onnx_sha256: str) -> Program:
     """The program of a graph whose memory is planned; `onnx_sha256` ties it to the graph's file.
 
-    Raises DscError for nodes that are no plugin ops, and for constants that are no weights.
+    Raises DscError for nodes that are no plugin ops, constants that are no weights, and a plan of another graph.
     """
     raise_all(f"{graph.name} cannot be lowered", _faults(graph))
     aliases = _aliases(graph)
@@ -33,6 +34,7 @@ def lower(graph: Graph, onnx_sha256: str) -> Program:
         arena_bytes=max((offset + size for offset, size in in_arena), default=0),
     )
     program.check(graph.name)
+    check_places(program)
     return program
 
 
@@ -105,33 +107,3 @@ def _node(node: Node) -> ProgramNode:
         outputs=tuple(str(tensor.name) for tensor in node.outputs),
         attributes=dict(sorted(node.attrs.items())),
     )
-
-
-def memory_report(program: Program) -> dict[str, int]:
-    """Bytes of a program's memory at its largest step, for report.json.
-
-    live_bytes is counted here from the program alone, not taken from the planner: the arena cannot be smaller.
-    """
-    last = {
-        program.root(name): i for i, node in enumerate(program.nodes) for name in (*node.inputs, *node.outputs) if name
-    }
-    live, most = 0, 0
-    ends: dict[int, int] = {}
-    for i, node in enumerate(program.nodes):
-        for name in node.outputs:
-            operand = program.operands[name]
-            if operand.offset is not None:
-                live += operand.bytes
-                ends[last[name]] = ends.get(last[name], 0) + operand.bytes
-        most = max(most, live)
-        live -= ends.get(i, 0)
-    roles = {
-        role: sum(o.bytes for o in program.operands.values() if o.role == role and not o.alias)
-        for role in ("input", "output", "state")
-    }
-    return {
-        "arena_bytes": program.arena_bytes,
-        "live_bytes": most,
-        "tensors": sum(o.offset is not None for o in program.operands.values()),
-        **{f"{role}_bytes": size for role, size in roles.items()},
-    }

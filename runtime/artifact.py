@@ -25,8 +25,12 @@ _PIECE = 1 << 24  # bytes hashed at a time
 
 
 def looks_like_engine(path: Path) -> bool:
-    """Whether a folder holds a manifest, of whatever version: what a build writes last."""
-    return (path / NAME).is_file()
+    """Whether a folder holds an engine's manifest, of whatever version. Others use that file's name too."""
+    try:
+        data = codec.read_json(path / NAME, str(path / NAME))
+    except DscError:
+        return False
+    return isinstance(data, dict) and data.keys() >= {"schema_version", "spec", "target", "tensors", "files"}
 
 
 class EngineFolder:

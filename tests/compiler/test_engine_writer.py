@@ -155,10 +155,17 @@ def test_an_engine_is_replaced_when_the_new_one_is_whole(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda t: t.write_text("a file"), lambda t: (t.mkdir(), (t / "thesis.tex").write_text(""))]
+    ("name", "content"),
+    [
+        ("target", "a file"),
+        ("target/thesis.tex", ""),
+        ("target/manifest.json", '{"manifest_version": 3, "name": "an extension of a browser"}'),
+        ("target/manifest.json", "[1]"),
+    ],
 )
-def test_what_is_no_engine_is_never_replaced(tmp_path, make):
-    make(tmp_path / "target")
+def test_what_is_no_engine_is_never_replaced(tmp_path, name, content):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(content)
     before = files_of(tmp_path)
     with pytest.raises(DscError, match=f"{tmp_path}/target: "), Staging(tmp_path / "target", 0):
         pass

@@ -7,7 +7,8 @@ from support.small_engine import LIMITS, SPEC, planned_graphs
 
 from dsc.compiler.ir.graph import Graph, GraphInfo, constant, weight
 from dsc.compiler.ir.weight import Source
-from dsc.compiler.lower import lower, memory_report
+from dsc.compiler.lower import lower
+from dsc.compiler.memory import memory_report
 from dsc.passes.plan_memory import PlanMemory, liveness, max_live_bytes
 from dsc.runtime.errors import DscError
 from dsc.runtime.program import Operand
@@ -128,3 +129,17 @@ def test_a_plan_that_leaves_the_arena_is_refused():
     program = lower(planned_graphs()[0], SHA)
     with pytest.raises(DscError, match="leaves the arena"):
         replace(program, arena_bytes=program.arena_bytes - 1).check("main.decode")
+
+
+def test_a_plan_made_before_the_graph_changed_is_refused():
+    graph = planned_graphs()[0]
+    first, last = graph.find("dsc.Embedding")[0].outputs[0], graph.find("dsc.Linear")[0]
+    assert graph.memory_plan[first.name] == graph.memory_plan[last.outputs[0].name]
+    last.inputs[0] = first  # the embedding is needed longer than the planner knew
+    with pytest.raises(DscError) as caught:
+        lower(graph, SHA)
+    assert str(caught.value) == (
+        "main.decode: layers.0.linear: layers.0.linear.y lies in the memory of embed_tokens.y, which is still needed\n"
+        "  got  bytes 0 to 1024, and 0 to 1024\n"
+        "  try  plan_memory as the last pass"
+    )

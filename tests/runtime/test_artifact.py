@@ -10,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.small_engine import make_small_engine
 
-from dsc.runtime import codec
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.errors import DscError
 from dsc.runtime.manifest import SCHEMA_VERSION
@@ -37,7 +36,7 @@ def refusal(path, action=lambda folder: folder.verify_hashes()):
 def edit(path, change):
     data = json.loads(path.read_text())
     change(data)
-    path.write_bytes(codec.dump_json(data))
+    path.write_text(json.dumps(data))
 
 
 def test_a_whole_engine(engine):
