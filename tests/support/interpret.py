@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,13 @@ import onnx
 import onnx_graphsurgeon as gs
 import onnxruntime
 import torch
-from support.oracle import evaluate
 from torch import Tensor
 
 from dsc.compiler.ir.graph import IR_VERSION, OPSET, Graph, Node, expression_of, is_plugin, is_weight, schema_of
 from dsc.plugins.formats import parse_format
 from dsc.plugins.schema import Weight, folder_of
 from dsc.plugins.stored import StoredWeight
+from support.oracle import evaluate
 
 
 def one_sequence(graph: Graph, tokens: Sequence[int], **more: Tensor) -> dict[str, Tensor]:
@@ -93,11 +94,12 @@ def _standard(node: Node, given: list[Tensor | None]) -> list[Tensor]:
     outputs = [onnx.ValueInfoProto(name=name) for name in results]
     graph = onnx.helper.make_graph([proto], "node", inputs, outputs)
     model = onnx.helper.make_model(graph, ir_version=IR_VERSION, opset_imports=[onnx.helper.make_opsetid("", OPSET)])
-    session = onnxruntime.InferenceSession(model.SerializeToString(), _options(), ["CPUExecutionProvider"])
-    return [torch.from_numpy(array) for array in session.run(None, feeds)]
+    return [torch.from_numpy(array) for array in _session(model.SerializeToString()).run(None, feeds)]
 
 
-def _options() -> onnxruntime.SessionOptions:
+@cache
+def _session(model: bytes) -> onnxruntime.InferenceSession:
+    """One session for all nodes alike: names are none of its business."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
-    return options
+    return onnxruntime.InferenceSession(model, options, ["CPUExecutionProvider"])
