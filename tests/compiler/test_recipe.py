@@ -59,7 +59,7 @@ def test_reads_a_complete_recipe() -> None:
         ("- fuse_qkv\n", "- [fuse_qkv]\n", 9, "not a pass"),
         ("model: examples/tiny-r1", "model: &m examples/tiny-r1", 1, "anchors, aliases and tags are not read"),
         ("model: examples/tiny-r1", "model: !!python/object:os.system x", 1, "anchors, aliases and tags are not read"),
-        ("model: examples/tiny-r1", "model: [", 2, "this is not YAML"),
+        ("model: examples/tiny-r1", "model: [", 3, "this is not YAML"),
     ],
 )
 def test_a_fault_names_its_line_and_what_to_do(old: str, new: str, line: int, said: str) -> None:
