@@ -19,13 +19,11 @@ from dsc.plugins.swiglu.cpu import swiglu
 def bind(node: CpuNode) -> Run:
     """Gate and up of an expert are one product, packed once for all graphs."""
     dtype = getattr(torch, node.types["x"].dtype)
-    gate_up = node.pack(("gate", "up"), pack_experts, dtype)
-    down = node.pack("down", pack_experts, dtype)
+    gate_up, down = _bind_mlps(node, ("gate", "up", "down"), dtype)
     edges = torch.arange(len(down) + 1, dtype=torch.int32)
     shared: tuple[Product, Product] | None = None
     if "shared_gate" in node.weights:
-        (shared_gate_up,) = node.pack(("shared_gate", "shared_up"), pack_experts, dtype)
-        (shared_down,) = node.pack("shared_down", pack_experts, dtype)
+        (shared_gate_up,), (shared_down,) = _bind_mlps(node, ("shared_gate", "shared_up", "shared_down"), dtype)
         shared = shared_gate_up, shared_down
 
     def run(step: StepMemo, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -64,6 +62,17 @@ def bind(node: CpuNode) -> Run:
         return y.index_add_(0, tokens_P, out_PD.mul_(weights_P.unsqueeze(1)))
 
     return run
+
+
+def _bind_mlps(node: CpuNode, names: tuple[str, str, str], dtype: torch.dtype) -> tuple[list[Product], list[Product]]:
+    """Per expert the product with gate and up, and the one with down.
+
+    Between fp8 products values stay float32: a rounding to bfloat16 first would tip others of the coarse fp8 roundings.
+    """
+    if all(node.weights[name].format.kind == "fp8" for name in names):
+        dtype = torch.float32
+    gate, up, down = names
+    return node.pack((gate, up), pack_experts, dtype), node.pack(down, pack_experts, dtype)
 
 
 @dataclass(frozen=True, eq=False)
