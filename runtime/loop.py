@@ -75,7 +75,9 @@ class Loop:
             self._fail(self._scheduler.waiting[0], f"no cache blocks are left: {held} are held outside generate")
         try:
             if plan:
-                self._compute(plan)
+                # A seventh faster than without on tiny-r1: torch then keeps no versions and views.
+                with torch.inference_mode():
+                    self._compute(plan)
         except BaseException as error:
             # Half a step is in the caches: nobody in it can go on, everybody else can.
             for scheduled in plan:
