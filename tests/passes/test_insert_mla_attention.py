@@ -106,10 +106,10 @@ def test_mode_follows_the_phase(phase, options, mode, tmp_path):
         (broken(("is_causal=1, ", "")), "attention", "attribute is_causal of Attention differs", "1", "0"),
         (
             broken(("(query, key, value)", "(key, query, value)")),
-            "kv_view",
-            "operand 1 of Reshape differs",
-            "the constant [1, -1, 4, 192]",
-            "constant to_kv = [1, -1, 4, 256]",
+            "attention",
+            "operands 0 and 1 of Attention are swapped",
+            "Attention(Concat<axis=3>(...), Concat<axis=3>(...), Split<axis=3>(...)[1])",
+            "Attention(Concat key, Concat query, Split kv_split)",
         ),
         (
             broken(("Gemm<transB=1>(latent,", "Gemm<transB=1>(other,"), ("(float[T,256] x,", "(float[T,256] x, float[T,512] other,")),
