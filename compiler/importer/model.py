@@ -21,7 +21,7 @@ from dsc.runtime.spec import ModelSpec
 def import_main(spec: ModelSpec, source: SourceLookup, context_tokens: int) -> Graph:
     """The main model: tokens[T] positions[T] logit_rows[R] int32 -> logits[R, V], hidden[T, D] after the final norm.
 
-    source          the stored dtype and shape of a tensor by its name (`Checkpoint.info`)
+    source          the stored dtype and shape of a tensor by its name (`Checkpoint.source`)
     context_tokens  rows of the rope tables; positions are below it
     raises          DscError naming every stored tensor whose shape does not fit the spec
     """
