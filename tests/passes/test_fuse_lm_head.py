@@ -1,9 +1,10 @@
 import pytest
-from dsc.passes.fuse_lm_head import FuseLmHead
-from dsc.runtime.errors import DscError
 from support.breaks import assert_every_break_is_told, graph_before
 from support.families import make_checkpoint
 from support.graphs import assert_same, run_pass
+
+from dsc.passes.fuse_lm_head import FuseLmHead
+from dsc.runtime.errors import DscError
 
 BEFORE = """
     main (float[T,8] hidden, int32[R] logit_rows) => (float[R,16] logits)

@@ -1,9 +1,10 @@
 import pytest
-from dsc.passes.fuse_mtp_input import FuseMtpInput
-from dsc.runtime.errors import DscError
 from support.breaks import assert_every_break_is_told, graph_before
 from support.families import make_checkpoint
 from support.graphs import assert_same, run_pass
+
+from dsc.passes.fuse_mtp_input import FuseMtpInput
+from dsc.runtime.errors import DscError
 
 BEFORE = """
     # model: mtp
@@ -35,7 +36,11 @@ def test_fires():
 @pytest.mark.parametrize(
     ("text", "reason", "got"),
     [
-        (SWAPPED, "the halves of Concat are swapped", "input hidden float32 [T, 8], then input embedding float32 [T, 8]"),
+        (
+            SWAPPED,
+            "the halves of Concat are swapped",
+            "input hidden float32 [T, 8], then input embedding float32 [T, 8]",
+        ),
         (
             BEFORE.replace("1e-6>(hidden", "1e-5>(hidden"),
             "the two norms have different epsilons",
