@@ -26,6 +26,7 @@ from dsc.compiler.weight_record import Outcome, WeightRecord, make_record
 from dsc.runtime.errors import DscError
 
 FILE_BYTES_MAX = 4 << 30
+THREADS_MAX = 8  # each holds a piece, of up to 64 MiB in float32, and what is made of it
 Position = Callable[[str], Any]  # where a source tensor lies: values that sort as the bytes do
 NAN_CODE = 0x7F  # of float8_e4m3fn, without its sign
 
@@ -95,6 +96,7 @@ def emit(
     """Write weights into `{folder}/{prefix}-00001.safetensors`, ...
 
     read      source tensors, see `evaluate`
+    threads   at most THREADS_MAX are used
     position  without it, sources lie in the order of their first use
     advance   is told the bytes of each piece as it is written
     raises    DscError naming a weight that holds NaN or infinity; OSError
@@ -168,12 +170,14 @@ def _jobs(base: str, stored: Mapping[str, Expression], weights: Mapping[str, Wei
 
 
 def _run(jobs: list[Job], work: Callable[[Job], Errors], threads: int) -> list[Errors]:
-    """Results in the order of the jobs; the first failure ends it."""
-    pool = ThreadPoolExecutor(threads)
+    """Results in the order of the jobs; the first failure ends it. The threads share torch's own among them."""
+    threads, inner = min(threads, THREADS_MAX), torch.get_num_threads()
+    pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(max(inner // threads, 1),))
     try:
         return list(pool.map(work, jobs))
     finally:
         pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(inner)
 
 
 def _write(job: Job, read: Read, files: SafetensorsWriter, advance: Callable[[int], None]) -> Errors:
@@ -226,8 +230,8 @@ def _grid(segment: Quantize, read: Read, blocks: list[Rows]) -> str:
 def check_finite(values: torch.Tensor) -> None:
     """Raise NotFiniteError where floats hold NaN or infinity (float8_e4m3fn has NaN only)."""
     if values.dtype == torch.float8_e4m3fn:
-        finite = not bool(((values.view(torch.uint8) & NAN_CODE) == NAN_CODE).any())
+        finite = int((values.view(torch.uint8) & NAN_CODE).max()) < NAN_CODE
     else:
-        finite = not values.is_floating_point() or bool(torch.isfinite(values).all())
+        finite = not values.is_floating_point() or (math.isfinite(values.max()) and math.isfinite(values.min()))
     if not finite:
         raise NotFiniteError("NaN or infinity")

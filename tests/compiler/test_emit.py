@@ -235,6 +235,35 @@ def test_a_weight_with_nan_is_named(tmp_path: Path) -> None:
         emit(one(passed), lambda name, rows: codes, tmp_path)
 
 
+def test_an_expert_of_zeros_is_stored_and_counted(tmp_path: Path) -> None:
+    """An expert that no token ever reached may be all zeros, whatever its source's scale says."""
+    tensors = {
+        "a": torch.full((128, 128), 7.0),
+        "b": torch.zeros(128, 128),
+        "s": torch.ones(1, 1),
+        "z": torch.zeros(1, 1),
+    }
+
+    def read(name: str, rows: slice | None) -> torch.Tensor:
+        values = tensors[name].to(torch.float8_e4m3fn) if name in "ab" else tensors[name]
+        return values if rows is None else values[rows]
+
+    for codes, scale in (("b", "s"), ("a", "z"), ("b", "z")):
+        experts = Stack(tuple(
+            Dequantize(Source(c, "float8_e4m3fn", (128, 128)), Source(s, "float32", (1, 1)))
+            for c, s in (("a", "s"), (codes, scale))
+        ))  # fmt: skip
+        weights = {}
+        for part, name in (("data", "experts.packed"), ("scales", "experts.scales")):
+            weights |= one(Quantize(experts, "wint4:32", part), name)
+        emission = emit(weights, read, tmp_path)
+        (record,) = emission.weights
+        assert (record.zero_groups, record.relative_error, record.worst_row_error) == (128 * 4, 0.0, 0.0)
+        tensors_out = load(tmp_path, emission)
+        assert not tensors_out["experts.packed"][1].any()
+        assert bool((tensors_out["experts.scales"][1] == 1).all())
+
+
 def test_a_failure_leaves_no_file(tmp_path: Path) -> None:
     def read(name: str, rows: slice | None) -> torch.Tensor:
         if name == "b":
