@@ -12,6 +12,7 @@ from dsc.compiler.ir.rewrite import Pass, Report, find_pass, pass_names
 from dsc.compiler.ir.text import header, to_text
 from dsc.compiler.ir.verify import verify
 from dsc.compiler.recipe import Allowance
+from dsc.plugins.schema import SchemaError
 from dsc.runtime.errors import DscError, raise_all
 
 SHOWN_NODES = 24  # of those outside plugin ops
@@ -80,7 +81,7 @@ def run_passes(
 
     allow    how many sites a pass may miss, over all graphs, and why; the number must be exact
     dump     a folder for each graph's text, as given and after every pass that changed it: `03-fuse_qkv.main.decode.txt`
-    raises   DscError where a contract is broken, before the next pass runs; VerifyError where a pass broke a graph
+    raises   DscError where a contract is broken or an operand's type is not an op's, before the next pass; VerifyError where a pass broke a graph
     """
     allow = dict(allow or {})
     _check_allowances(allow, passes)
@@ -134,7 +135,11 @@ def _for(passes: Sequence[str]) -> str:
 def _run(pass_: Pass, graph: Graph) -> Run:
     info = graph.info
     expected = pass_.expected(info)
-    report = pass_.run(graph)
+    try:
+        report = pass_.run(graph)
+    except SchemaError as error:
+        what = f"{pass_.name} matched a site that its op cannot stand for"
+        raise DscError(what, where=graph.name, got=str(error)) from error
     graph.tidy()
     verify(graph, after=pass_.name)
     graph.info = replace(graph.info, done=(*graph.info.done, pass_.name))

@@ -12,7 +12,7 @@ import onnx_graphsurgeon as gs
 from onnx_graphsurgeon.logger import G_LOGGER
 
 from dsc.compiler.ir.weight import ONNX_DTYPES, Expression, WeightValues
-from dsc.plugins.schema import Attribute, Dim, Op, Type, load_op
+from dsc.plugins.schema import Attribute, Dim, Op, SchemaError, Type, load_op
 from dsc.runtime.spec import ModelSpec
 
 OPSET = 23
@@ -141,13 +141,16 @@ class Graph:
         inputs   by slot name (`x`, `w`, `w.scales`); absent optional ones left out or None
         outputs  by operand name: a variable to take over (its producer is detached) or the name of a new one;
                  outputs left out exist under the name `{node}.{operand}`
-        raises   SchemaError
+        raises   SchemaError, which names the node; the graph is then as before
         """
         schema = load_op(op)
         slots: list[Tensor | None] = [None] * len(schema.slot_names())
         for slot, tensor in inputs.items():
             slots[schema.slot(slot)] = tensor
-        types, _ = schema.check([type_of(t) if t is not None else None for t in slots], attributes)
+        try:
+            types, _ = schema.check([type_of(t) if t is not None else None for t in slots], attributes)
+        except SchemaError as error:
+            raise SchemaError(f"{name}: {error}") from error
         made = []
         for operand, type_ in zip(schema.outputs, types, strict=True):
             given = outputs.get(operand.name, f"{name}.{operand.name}")

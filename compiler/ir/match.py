@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations
 from typing import Any as Value
 
 import onnx
@@ -197,21 +198,27 @@ class _Matcher:
                 self.fault(node, f"attribute {name} of {op_name(node)} is not part of the pattern", wanted, str(got))
 
     def at_operands(self, pattern: P, node: Node, given: list[Tensor]) -> None:
-        """Match operands in order. Two that match only the other way round are one fault that says so."""
+        """Match operands in order. If they match with two of them swapped, that is the one fault told."""
         start = self.snapshot()
-        for index, (item, tensor) in enumerate(zip(pattern.inputs, given, strict=False)):
-            self.at_tensor(item, tensor, node, f"operand {index} of {op_name(node)}")
-        if len(self.faults) == len(start.faults) or not len(given) == len(pattern.inputs) == 2:
+        self.at_each(pattern, node, given)
+        if len(self.faults) == len(start.faults) or len(given) != len(pattern.inputs):
             return
         in_order = self.snapshot()
-        self.restore(start)
-        for item, tensor in zip(pattern.inputs, reversed(given), strict=True):
-            self.at_tensor(item, tensor, node, "")
-        if len(self.faults) > len(start.faults):
-            self.restore(in_order)
-            return
-        got = f"{op_name(node)}({', '.join(map(describe, given))})"
-        self.fault(node, f"the operands of {op_name(node)} are swapped", str(pattern), got)
+        for one, other in combinations(range(len(given)), 2):
+            swapped = list(given)
+            swapped[one], swapped[other] = given[other], given[one]
+            self.restore(start)
+            self.at_each(pattern, node, swapped)
+            if len(self.faults) == len(start.faults):
+                got = f"{op_name(node)}({', '.join(map(describe, given))})"
+                which = "the operands" if len(given) == 2 else f"operands {one} and {other}"
+                self.fault(node, f"{which} of {op_name(node)} are swapped", pattern.brief(), got)
+                return
+        self.restore(in_order)
+
+    def at_each(self, pattern: P, node: Node, given: list[Tensor]) -> None:
+        for index, (item, tensor) in enumerate(zip(pattern.inputs, given, strict=False)):
+            self.at_tensor(item, tensor, node, f"operand {index} of {op_name(node)}")
 
     def at_tensor(self, pattern: Pattern, tensor: Tensor, reader: Node, place: str) -> None:
         """Match a tensor that `reader` reads at `place`."""
@@ -219,19 +226,27 @@ class _Matcher:
             self.at_either(pattern, tensor, reader, place)
         elif isinstance(pattern, (P, Output)):
             self.at_producer(pattern, tensor, reader, place)
-        elif isinstance(pattern, W) and not (is_weight(tensor) and pattern.rank in (None, len(tensor.shape))):
-            rank = f" of {pattern.rank} dimensions" if pattern.rank is not None else ""
-            self.fault(reader, f"{place} differs", f"a weight{rank} ({pattern.name})", describe(tensor))
+        elif isinstance(pattern, W):
+            self.at_weight(pattern, tensor, reader, place)
         elif isinstance(pattern, C) and not (_is_small(tensor) and pattern.accepts(tensor.values)):
             self.fault(reader, f"{place} differs", f"the constant {pattern}", describe(tensor))
         elif isinstance(pattern, Any) and tensor.is_empty():
             self.fault(reader, f"{place} is absent", pattern.name, "nothing")
         else:
             assert isinstance(pattern, (Any, C)), pattern
-            if not isinstance(pattern, Any) or isinstance(pattern, W):
+            if isinstance(pattern, C):
                 self.constants.add(pattern)
             if pattern.name:
                 self.bind(pattern.name, tensor, reader, place)
+
+    def at_weight(self, pattern: W, tensor: Tensor, reader: Node, place: str) -> None:
+        if is_weight(_behind(tensor)):
+            self.constants.add(pattern)
+        if is_weight(tensor) and pattern.rank in (None, len(tensor.shape)):
+            self.bind(pattern.name, tensor, reader, place)
+            return
+        rank = f" of {pattern.rank} dimensions" if pattern.rank is not None else ""
+        self.fault(reader, f"{place} differs", f"a weight{rank} ({pattern.name})", describe(tensor))
 
     def at_producer(self, pattern: P | Output, tensor: Tensor, reader: Node, place: str) -> None:
         item, index = (pattern.node, pattern.index) if isinstance(pattern, Output) else (pattern, 0)
@@ -291,6 +306,13 @@ def _made_by(tensor: Tensor, op: str) -> gs.Variable | None:
             return None
         tensor = node.inputs[0]
     return None
+
+
+def _behind(tensor: Tensor) -> Tensor:
+    """What casts and views were made of."""
+    while tensor.inputs and tensor.inputs[0].op in TRANSPARENT:
+        tensor = tensor.inputs[0].inputs[0]
+    return tensor
 
 
 def _leaks(graph: Graph, nodes: Sequence[Node], roots: Sequence[Node]) -> list[Fault]:

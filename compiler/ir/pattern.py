@@ -10,10 +10,13 @@ never takes a node that means something else.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any as Value
 
 import numpy as np
+
+LONG_PATTERN = 80  # characters
 
 
 class Pattern:
@@ -92,6 +95,14 @@ class P(Pattern):
 
     def __getitem__(self, index: int) -> Output:
         return Output(self, index)
+
+    def brief(self) -> str:
+        """The pattern as text; a long one without what lies behind its operands."""
+        text = str(self)
+        if len(text) <= LONG_PATTERN:
+            return text
+        inputs = (re.sub(r"\(.*\)", "(...)", str(item)) for item in self.inputs)
+        return f"{self.op}({', '.join(inputs)})"
 
     def __str__(self) -> str:
         attributes = ", ".join(f"{key}={value}" for key, value in self.attributes.items() if value is not ANY)
