@@ -17,15 +17,15 @@ from dsc.compiler.importer.model import import_main, import_mtp
 from dsc.compiler.ir.graph import Graph
 from dsc.compiler.ir.verify import verify
 from dsc.compiler.ledger import make_ledger
+from dsc.compiler.lower import lower
 from dsc.compiler.phases import StepLimits, phase_graphs, sample_graph
 from dsc.compiler.pipeline import PipelineReport, check_final, run_passes
 from dsc.compiler.progress import Progress
 from dsc.compiler.recipe import Recipe
 from dsc.compiler.staging import Staging
+from dsc.compiler.targets import Target, make_target
 from dsc.runtime.errors import DscError, raise_all
 from dsc.runtime.spec import ModelSpec
-
-BUILT_TARGETS = ("cpu",)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def compile_engine(
     """
     begin = time.monotonic()
     progress = progress or Progress(quiet=True)
-    check_buildable(recipe)
+    target = check_buildable(recipe)
     folder = find_model(model or recipe.model, fetch=download)
     spec = read_config(folder)
     checkpoint = Checkpoint.open(folder, spec, mtp=recipe.mtp.enabled)
@@ -81,6 +81,8 @@ def compile_engine(
     graphs, report = make_graphs(recipe, checkpoint, dump)
     weights = gather(graphs)
     ledger = make_ledger(checkpoint, {name: values.expression for name, values in weights.items()})
+    progress.step("kernels")
+    target.prepare([lower(graph, onnx_sha256="") for graph in graphs])
     total = weight_bytes(graphs)
     progress.step("weights", total)
     with Staging(output or Path(f"{recipe.name}.engine"), total) as stage:
@@ -95,7 +97,7 @@ def compile_engine(
         place(graphs, emission.placements)
         progress.step("engine")
         contents = EngineContents(checkpoint.spec, recipe, graphs, emission, report, ledger, folder)
-        write_engine(stage.folder, contents)
+        write_engine(stage.folder, contents, target)
         stage.commit()
     sizes = checkpoint.files()
     return Built(stage.target, sum(sizes.values()), total, time.monotonic() - begin, _fusions(report), checkpoint.notes)
@@ -130,19 +132,14 @@ def step_limits(recipe: Recipe) -> StepLimits:
     )
 
 
-def check_buildable(recipe: Recipe) -> None:
-    """Raise DscError naming what the recipe asks for that is not built yet."""
+def check_buildable(recipe: Recipe) -> Target:
+    """The recipe's target; DscError naming all the recipe asks for that is not built yet."""
     faults = []
-    if recipe.target not in BUILT_TARGETS:
-        faults.append(
-            DscError(
-                f"target {recipe.target} is not built yet",
-                where=recipe.where,
-                wanted=", ".join(BUILT_TARGETS),
-                got=recipe.target,
-                try_="--target cpu",
-            )
-        )
+    try:
+        target: Target | None = make_target(recipe.target)
+    except DscError as error:
+        target = None
+        faults.append(error)
     if recipe.parallel.num_ranks > 1:
         got = f"tensor {recipe.parallel.tensor}, expert {recipe.parallel.expert}, pipeline {recipe.parallel.pipeline}"
         faults.append(
@@ -155,6 +152,8 @@ def check_buildable(recipe: Recipe) -> None:
             DscError("verify budgets are not built yet", where=recipe.where, try_="the recipe without `verify`")
         )
     raise_all(recipe.where, faults)
+    assert target is not None
+    return target
 
 
 def _check_fit(recipe: Recipe, spec: ModelSpec) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from dsc.compiler.memory import memory_report
 from dsc.compiler.pipeline import PipelineReport
 from dsc.compiler.recipe import Recipe
 from dsc.compiler.staging import sync
+from dsc.compiler.targets import Lowered, Target
 from dsc.runtime import codec
 from dsc.runtime.errors import DscError
 from dsc.runtime.manifest import (
@@ -44,7 +45,6 @@ from dsc.runtime.spec import ModelSpec
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 # Packages whose version can change an engine's bytes.
 TOOLCHAIN = ("dsc", "numpy", "onnx", "onnx-graphsurgeon", "torch")
-LowerTarget = Callable[[list[Program]], list[Program]]
 _PIECE = 1 << 24  # bytes hashed at a time
 
 
@@ -65,29 +65,29 @@ class EngineContents:
     checkpoint: Path
 
 
-def write_engine(folder: Path, contents: EngineContents, lower_target: LowerTarget = list) -> Manifest:
+def write_engine(folder: Path, contents: EngineContents, target: Target) -> Manifest:
     """Complete a folder that holds the weights. The manifest comes last: without it a folder is no engine.
 
     Same contents, same bytes: no time, path or host name is written, keys are sorted.
 
-    lower_target  gives programs the target's steps; what it writes under kernels/ is hashed with the rest
+    target  gives programs their steps; what it writes under kernels/ is hashed with the rest
     """
     assert contents.recipe.parallel.num_ranks == 1, contents.recipe.parallel
     graphs: dict[str, tuple[GraphFiles, ...]] = {}
     for graph in contents.graphs:
         graphs[graph.name] = (GraphFiles(*_graph_files(graph.name)),)
-    programs = lower_target([_write_graph(folder, graph) for graph in contents.graphs])
+    lowered = target.finish([_write_graph(folder, graph) for graph in contents.graphs], folder)
     (folder / "program").mkdir(exist_ok=True)
-    for program in programs:
+    for program in lowered.programs:
         (folder / _graph_files(program.name)[1]).write_bytes(codec.dump_json(program.to_json()))
     _copy_tokenizer(folder / "tokenizer", contents.checkpoint)
-    (folder / REPORT).write_bytes(codec.dump_json(make_report(contents, programs)))
+    (folder / REPORT).write_bytes(codec.dump_json(make_report(contents, lowered)))
     manifest = _manifest(contents, graphs, _file_entries(folder, contents.emission.file_sha256))
     _write_synced(folder / NAME, codec.dump_json(manifest.to_json()))
     return manifest
 
 
-def make_report(contents: EngineContents, programs: Sequence[Program]) -> dict[str, Any]:
+def make_report(contents: EngineContents, lowered: Lowered) -> dict[str, Any]:
     """report.json.
 
     passes   in order: {name, options, allowed, graphs: [{graph, model, phase, expected, found, changed, declined}]}
@@ -100,7 +100,8 @@ def make_report(contents: EngineContents, programs: Sequence[Program]) -> dict[s
         **contents.pipeline.to_json(),
         "weights": [asdict(record) for record in contents.emission.weights],
         "ledger": contents.ledger.to_json(),
-        "memory": {program.name: memory_report(program) for program in programs},
+        "memory": {program.name: memory_report(program) for program in lowered.programs},
+        "kernels": lowered.kernels,
     }
 
 

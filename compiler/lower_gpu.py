@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from dsc.compiler.codegen import CubinCompiler
 from dsc.plugins.gpu_node import GpuNode
 from dsc.plugins.schema import Type, folder_of, load_op
 from dsc.runtime.errors import DscError, raise_all
 from dsc.runtime.program import Operand, Program, ProgramNode, nbytes
+from dsc.runtime.steps import Kernel, Repeat, Step
 
 ALIGN = 256
 
@@ -25,6 +29,35 @@ def lower_gpu(programs: list[Program], compiler: CubinCompiler) -> list[Program]
         _lower_program(program, compiler)
     compiler.build()
     return [_lower_program(program, compiler) for program in programs]
+
+
+def kernel_report(programs: list[Program], compiler: CubinCompiler) -> list[dict[str, Any]]:
+    """One record a cubin: what it uses of the chip, and how often each program launches it in its largest step."""
+    launches: dict[str, Counter[str]] = {}
+    for program in programs:
+        for node in program.nodes:
+            for step in _kernels(node.variants[-1].steps if node.variants else ()):
+                launches.setdefault(step.cubin, Counter())[program.name] += 1
+    return [
+        {
+            "cubin": built.compiled.cubin,
+            "entry": built.compiled.entry,
+            "registers": built.resources.registers,
+            "stack_bytes": built.resources.stack_bytes,
+            "threads": built.compiled.threads,
+            "shared_bytes": built.compiled.shared_bytes + built.resources.shared_bytes,
+            "launches": dict(sorted(launches.get(built.compiled.cubin, {}).items())),
+        }
+        for built in sorted(compiler.built.values(), key=lambda built: built.compiled.cubin)
+    ]
+
+
+def _kernels(steps: Sequence[Step]) -> Iterator[Kernel]:
+    for step in steps:
+        if isinstance(step, Kernel):
+            yield step
+        elif isinstance(step, Repeat):
+            yield from _kernels(step.steps)
 
 
 def _missing(programs: list[Program], target: str) -> list[DscError]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.progress import Progress as RichProgress
 
 
@@ -23,7 +23,7 @@ class Progress:
             console=console,
             disable=quiet or not console.is_terminal,
         )
-        self._task = None
+        self._task: TaskID | None = None
 
     def __enter__(self) -> Progress:
         self._rich.start()

@@ -16,6 +16,7 @@ from dsc.compiler.phases import StepLimits, sample_graph
 from dsc.compiler.pipeline import PipelineReport, run_passes
 from dsc.compiler.recipe import KvCache, Limits, Mtp, Parallel, Recipe
 from dsc.compiler.staging import Staging
+from dsc.compiler.targets import CpuTarget
 from dsc.passes.plan_memory import PlanMemory
 from dsc.runtime.spec import ModelSpec, SourceFormat, Yarn
 
@@ -94,6 +95,6 @@ def make_small_engine(target: Path, checkpoint: Path | None = None, pipeline: Pi
         emission = emit(gather(graphs), read_source, stage.folder)
         place(graphs, emission.placements)
         contents = EngineContents(SPEC, RECIPE, graphs, emission, pipeline or ran, LEDGER, checkpoint or stage.folder)
-        write_engine(stage.folder, contents)
+        write_engine(stage.folder, contents, CpuTarget())
         stage.commit()
     return target
