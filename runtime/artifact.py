@@ -127,6 +127,12 @@ class EngineFolder:
         flat = torch.frombuffer(self._map(entry.file), dtype=torch.uint8, count=entry.bytes, offset=entry.offset)
         return flat.view(dtype).view(entry.shape)
 
+    def kernel(self, name: str) -> bytes:
+        """A cubin by its path in the engine, `kernels/NAME.cubin`."""
+        if name not in self.manifest.files:
+            raise DscError(f"the engine has no {name}", where=str(self.path))
+        return (self.path / name).read_bytes()
+
     def verify_tensor(self, name: str) -> None:
         """Compare one tensor's bytes with its sha256; raises DscError naming file and tensor."""
         entry = self.manifest.tensors[name]
@@ -151,6 +157,12 @@ class EngineFolder:
     def close(self) -> None:
         """Let the mapped files go. Tensors still held keep their file mapped."""
         self._maps.clear()
+
+    def drop_pages(self) -> None:
+        """Give back the memory of mapped files, once weights are packed; what is still used is read again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for mapped in self._maps.values():
+                mapped.madvise(mmap.MADV_DONTNEED)
 
     # -- inside
 

@@ -14,7 +14,8 @@ import torch
 
 from dsc.runtime.errors import DscError
 
-SHARE_OF_MEMORY = 0.5  # of what is free when the engine is loaded
+SHARE_OF_MEMORY = 0.5  # of what is free when an engine is loaded on the CPU
+CPU = torch.device("cpu")
 
 
 class BlockPool:
@@ -104,9 +105,13 @@ class LatentCache:
     pool: BlockPool
 
     @classmethod
-    def allocate(cls, block_bytes: Mapping[str, int], block_tokens: int, num_blocks: int) -> LatentCache:
-        """A cache of zeros; memory is touched when blocks are written. `block_bytes` by tensor name."""
-        tensors = {name: torch.zeros(num_blocks, size, dtype=torch.uint8) for name, size in block_bytes.items()}
+    def allocate(
+        cls, block_bytes: Mapping[str, int], block_tokens: int, num_blocks: int, device: torch.device = CPU
+    ) -> LatentCache:
+        """A cache of zeros; on the CPU, memory is touched when blocks are written. `block_bytes` by tensor name."""
+        tensors = {
+            name: torch.zeros(num_blocks, size, dtype=torch.uint8, device=device) for name, size in block_bytes.items()
+        }
         return cls(tensors, block_tokens, BlockPool(num_blocks))
 
     @property
@@ -128,9 +133,14 @@ class LatentCache:
 
 
 def choose_num_blocks(
-    sequences: int, context_tokens: int, block_tokens: int, block_bytes: int, wanted_tokens: int | None = None
+    sequences: int,
+    context_tokens: int,
+    block_tokens: int,
+    block_bytes: int,
+    free_bytes: int,
+    wanted_tokens: int | None = None,
 ) -> int:
-    """How many blocks to allocate: for all sequences at full context, or half of the free memory if that is less.
+    """How many blocks to allocate: for all sequences at full context, or what fits into `free_bytes` if that is less.
 
     block_bytes    of one block over all layers
     wanted_tokens  this many tokens instead, whatever memory is free
@@ -141,7 +151,7 @@ def choose_num_blocks(
         if wanted_tokens < 1:
             raise DscError("the cache must hold a token", wanted="cache_tokens of 1 or more", got=str(wanted_tokens))
         return min(-(-wanted_tokens // block_tokens), sequences * one_sequence)
-    affordable = int(free_memory_bytes() * SHARE_OF_MEMORY) // block_bytes
+    affordable = free_bytes // block_bytes
     if affordable < 1:
         raise DscError("no memory for the cache", wanted=f"{block_bytes} bytes a block", try_="cache_tokens")
     return min(sequences * one_sequence, affordable)

@@ -13,10 +13,10 @@ from typing import Any, Unpack
 import torch
 
 from dsc.runtime.artifact import EngineFolder
+from dsc.runtime.backends import Backend, Runner, make_backend
 from dsc.runtime.batch import Batch, BatchBuilder
 from dsc.runtime.cache import LatentCache, choose_num_blocks
 from dsc.runtime.errors import DscError, nearest, raise_all
-from dsc.runtime.executor import Executor
 from dsc.runtime.loop import Loop
 from dsc.runtime.manifest import Manifest
 from dsc.runtime.model import CompiledModel
@@ -27,7 +27,6 @@ from dsc.runtime.sampling import SamplingOptions, SamplingParams, end_tokens, mo
 from dsc.runtime.scheduler import Scheduler
 from dsc.runtime.spec import ModelSpec
 from dsc.runtime.tokenizer import Message, Tokenizer
-from dsc.runtime.weights import Weights
 
 Prompt = str | Sequence[int] | Sequence[Message]
 
@@ -49,17 +48,13 @@ def load(
     raises        DscError: no engine, another version or target, files missing or changed
     """
     folder = EngineFolder.open(path)
-    target = folder.manifest.target
-    if target != "cpu":
-        raise DscError(f"engines for {target} cannot be run by this version", where=str(path), wanted="target cpu")
-    if device not in (None, "cpu"):
-        raise DscError(f"an engine for cpu cannot run on {device}", where=str(path), wanted="cpu", got=str(device))
     checking = _Checking(folder) if verify else None
     try:
-        engine = Engine(folder, cache_tokens, prefix_reuse)
+        engine = Engine(folder, make_backend(folder, device), cache_tokens, prefix_reuse)
     finally:
         if checking is not None:
             checking.finish()
+    folder.drop_pages()
     return engine
 
 
@@ -96,12 +91,14 @@ class Draft:
 class Engine:
     """A loaded engine. `generate`, `stream` and `chat` may be called from several threads; they share steps."""
 
-    def __init__(self, folder: EngineFolder, cache_tokens: int | None = None, prefix_reuse: bool = True) -> None:
+    def __init__(
+        self, folder: EngineFolder, backend: Backend, cache_tokens: int | None = None, prefix_reuse: bool = True
+    ) -> None:
         self._folder = folder
-        self._weights = Weights(folder)
+        self.backend = backend
         manifest = self.manifest
-        programs = {name: Executor(folder.program(name), folder, shared=self._weights) for name in manifest.graphs}
-        self.programs: Mapping[str, Executor] = programs
+        programs = {name: backend.program(name) for name in manifest.graphs}
+        self.programs: Mapping[str, Runner] = programs
         self.models = {
             name: CompiledModel(name, {phase: programs[graph] for phase, graph in model.phases.items()})
             for name, model in manifest.models.items()
@@ -154,7 +151,7 @@ class Engine:
 
     def resident_weight_bytes(self) -> int:
         """Bytes of all weights kept in memory: packed for this machine, or mapped as stored."""
-        return self._weights.resident_bytes
+        return self.backend.resident_weight_bytes()
 
     # -- generate
 
@@ -317,9 +314,15 @@ class Engine:
         limits, layout = self.manifest.limits, self.manifest.kv_cache
         names = [f"cache.{layer}" for model in self.manifest.models.values() for layer in model.layers]
         blocks = choose_num_blocks(
-            limits.sequences, limits.context_tokens, layout.block_tokens, layout.block_bytes * len(names), cache_tokens
+            limits.sequences,
+            limits.context_tokens,
+            layout.block_tokens,
+            layout.block_bytes * len(names),
+            self.backend.cache_bytes(),
+            cache_tokens,
         )
-        return LatentCache.allocate(dict.fromkeys(names, layout.block_bytes), layout.block_tokens, blocks)
+        sizes = dict.fromkeys(names, layout.block_bytes)
+        return LatentCache.allocate(sizes, layout.block_tokens, blocks, self.backend.device)
 
     def _make_loop(self, prefix_reuse: bool) -> Loop:
         limits, block_tokens = self.manifest.limits, self.manifest.kv_cache.block_tokens

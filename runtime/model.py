@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
+from dsc.runtime.backends import Runner
 from dsc.runtime.batch import Batch
 from dsc.runtime.errors import DscError
-from dsc.runtime.executor import Executor
 
 PHASES = ("prefill", "decode")
 
@@ -16,7 +16,7 @@ PHASES = ("prefill", "decode")
 class CompiledModel:
     """`main` or `mtp`. The decode program serves steps of few tokens a sequence, the prefill program any step."""
 
-    def __init__(self, name: str, programs: Mapping[str, Executor]) -> None:
+    def __init__(self, name: str, programs: Mapping[str, Runner]) -> None:
         self.name = name
         self.programs = dict(programs)
         decode = self.programs["decode"].program

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dsc.runtime.executor import Executor
+from dsc.runtime.backends import Runner
 from dsc.runtime.request import Request, TokenLogprob
 
 ALL_TOKENS = -1  # a mask word with every bit set
@@ -31,7 +31,7 @@ class Choice:
 class Sampler:
     """Runs the `sample` program over the logit rows of several requests, each with one row per draft and one more."""
 
-    def __init__(self, program: Executor, vocab_size: int, max_rows: int) -> None:
+    def __init__(self, program: Runner, vocab_size: int, max_rows: int) -> None:
         self._program = program
         self._floats = np.zeros((3, max_rows), np.float32)  # temperature, top_p, min_p
         self._ints = np.zeros((3, max_rows), np.int32)  # top_k, positions, drafts

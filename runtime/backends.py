@@ -1,0 +1,69 @@
+"""Backends: what runs the programs of a target. Found by the manifest's target; see docs/targets.md."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from dsc.runtime.artifact import EngineFolder
+from dsc.runtime.errors import DscError
+from dsc.runtime.program import Program
+
+# Target -> "module:class"; the class is called with the engine's folder and the device asked for.
+BACKENDS: dict[str, str] = {
+    "cpu": "dsc.runtime.cpu_backend:CpuBackend",
+    "sm_80": "dsc.runtime.cuda.backend:CudaBackend",
+    "sm_90a": "dsc.runtime.cuda.backend:CudaBackend",
+    "sm_100a": "dsc.runtime.cuda.backend:CudaBackend",
+}
+
+
+class Runner(Protocol):
+    """One program, ready to run. `executed` names the nodes of the last step, in order."""
+
+    program: Program
+    executed: tuple[str, ...]
+
+    def set_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Caches for all steps to come."""
+        ...
+
+    def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """One step: inputs by name to outputs by name; caches are written in place."""
+        ...
+
+
+class Backend(Protocol):
+    """An engine's weights and programs on one device."""
+
+    device: torch.device
+
+    def program(self, name: str) -> Runner:
+        """The runner of one graph; runners share weights."""
+        ...
+
+    def cache_bytes(self) -> int:
+        """Memory the latent cache may take."""
+        ...
+
+    def resident_weight_bytes(self) -> int:
+        """Bytes of all weights kept in memory."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What is worth knowing about how the engine was loaded."""
+        ...
+
+
+def make_backend(folder: EngineFolder, device: str | None) -> Backend:
+    """The backend of an engine's target. Raises DscError where this version or this machine cannot run it."""
+    target = folder.manifest.target
+    if target not in BACKENDS:
+        wanted = ", ".join(BACKENDS)
+        raise DscError(f"engines for {target} cannot be run by this version", where=str(folder.path), wanted=wanted)
+    module, _, name = BACKENDS[target].partition(":")
+    backend: Backend = getattr(importlib.import_module(module), name)(folder, device)
+    return backend

@@ -1,0 +1,41 @@
+"""An engine on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dsc.runtime.artifact import EngineFolder
+from dsc.runtime.cache import SHARE_OF_MEMORY, free_memory_bytes
+from dsc.runtime.errors import DscError
+from dsc.runtime.executor import Executor
+from dsc.runtime.weights import Weights
+
+
+class CpuBackend:
+    """See `dsc.runtime.backends.Backend`."""
+
+    def __init__(self, folder: EngineFolder, device: str | None) -> None:
+        if device not in (None, "cpu"):
+            raise DscError(
+                f"an engine for cpu cannot run on {device}", where=str(folder.path), wanted="cpu", got=device
+            )
+        self.device = torch.device("cpu")
+        self._folder = folder
+        self._weights = Weights(folder)
+
+    def program(self, name: str) -> Executor:
+        """The executor of one graph; weights are packed once for all of them."""
+        return Executor(self._folder.program(name), self._folder, shared=self._weights)
+
+    def cache_bytes(self) -> int:
+        """Half of the memory that is free."""
+        return int(free_memory_bytes() * SHARE_OF_MEMORY)
+
+    def resident_weight_bytes(self) -> int:
+        """Bytes of all weights kept, packed for this machine or mapped as stored."""
+        return self._weights.resident_bytes
+
+    def describe(self) -> dict[str, Any]:
+        return {}

@@ -1,0 +1,99 @@
+"""An engine on one GPU: weights and caches on the device, programs as kernels, decode steps as CUDA graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dsc.runtime.artifact import EngineFolder
+from dsc.runtime.cuda.executor import CudaExecutor, CudaShared
+from dsc.runtime.cuda.load import load_files
+from dsc.runtime.errors import DscError
+from dsc.runtime.program import Program
+
+SPARE_BYTES = 1 << 30  # left to the driver, CUDA graphs and cuBLAS
+
+
+class CudaBackend:
+    """See `dsc.runtime.backends.Backend`."""
+
+    def __init__(self, folder: EngineFolder, device: str | None) -> None:
+        self.device = _find_device(folder, device)
+        self._folder = folder
+        manifest = folder.manifest
+        self._programs = {name: folder.program(name) for name in manifest.graphs}
+        files = sorted({entry.file for entry in manifest.tensors.values()})
+        self._check_memory(sum((folder.path / name).stat().st_size for name in files))
+        self.loaded = load_files(folder.path, files, self.device)
+        weights = {
+            name: self.loaded.blocks[entry.file][entry.offset : entry.offset + entry.bytes].view(
+                getattr(torch, entry.dtype)
+            )
+            for name, entry in manifest.tensors.items()
+        }
+        arena = torch.empty(self._arena_bytes(), dtype=torch.uint8, device=self.device)
+        self._shared = CudaShared(self.device, weights, folder, arena)
+        self._buckets = manifest.decode_buckets
+
+    def _arena_bytes(self) -> int:
+        return max(1, *(program.arena_bytes for program in self._programs.values()))
+
+    def _check_memory(self, weight_bytes: int) -> None:
+        fixed = self._arena_bytes() + sum(_fixed_bytes(program) for program in self._programs.values())
+        free, total = torch.cuda.mem_get_info(self.device)
+        if weight_bytes + fixed + SPARE_BYTES > free:
+            raise DscError(
+                "the engine does not fit on the GPU",
+                where=str(self._folder.path),
+                details=[("weights", f"{weight_bytes:,} bytes"), ("steps", f"{fixed:,} bytes")],
+                wanted=f"{weight_bytes + fixed + SPARE_BYTES:,} bytes and room for the cache",
+                got=f"{free:,} of {total:,} bytes free",
+                try_="smaller limits, a recipe with fewer bits, or a GPU that nobody else uses",
+            )
+
+    def program(self, name: str) -> CudaExecutor:
+        """The executor of one graph."""
+        program = self._programs[name]
+        return CudaExecutor(program, self._shared, self._buckets if name.endswith(".decode") else ())
+
+    def cache_bytes(self) -> int:
+        """Device memory that the cache may take: what is left, less a spare."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return max(0, free - SPARE_BYTES)
+
+    def resident_weight_bytes(self) -> int:
+        """Bytes of all weights on the device."""
+        return sum(entry.bytes for entry in self._folder.manifest.tensors.values())
+
+    def describe(self) -> dict[str, Any]:
+        """How loading went, for `dsc bench` and logs."""
+        return {"gb_per_s": round(self.loaded.gb_per_s, 2), "load_seconds": round(self.loaded.seconds, 2)}
+
+
+def _fixed_bytes(program: Program) -> int:
+    return sum(o.bytes for o in program.operands.values() if o.role in ("input", "output", "zeroed") and not o.alias)
+
+
+def _find_device(folder: EngineFolder, device: str | None) -> torch.device:
+    """The GPU asked for, if there is one that runs the engine's kernels."""
+    target = folder.manifest.target
+    if not torch.cuda.is_available():
+        raise DscError(f"an engine for {target} needs a GPU", where=str(folder.path), got="no CUDA device")
+    found = torch.device(device or "cuda")
+    if found.type != "cuda":
+        raise DscError(f"an engine for {target} cannot run on {device}", where=str(folder.path), wanted="cuda")
+    found = torch.device("cuda", found.index or 0)
+    major, minor = torch.cuda.get_device_capability(found)
+    want = int(target.removeprefix("sm_").rstrip("a"))
+    exact = target.endswith("a")
+    have = major * 10 + minor
+    if have != want if exact else (have // 10 != want // 10 or have < want):
+        raise DscError(
+            f"an engine for {target} cannot run on this GPU",
+            where=str(folder.path),
+            wanted=target,
+            got=f"{torch.cuda.get_device_name(found)}, sm_{have}",
+            try_=f"dsc compile --target sm_{have}{'a' if have >= 90 else ''}",
+        )
+    return found
