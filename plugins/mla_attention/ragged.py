@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -33,26 +34,35 @@ class Part:
 
     rows    of q: a range when they are consecutive; a padded query repeats its sequence's last one
     real    None, or the flat indices of [G, Q] that are no padding, and the rows of the output that they are
-    last    int64 [G, Q]: the last key each query sees
     turns   complex [G*Q, 1, R/2]: the queries' rotations
     """
 
-    rows: slice | torch.Tensor
-    real: tuple[torch.Tensor, torch.Tensor] | None
+    spans: list[Span]
     queries: int
     keys: int
-    last: torch.Tensor
-    sees_all: bool
-    causal: bool  # query j sees keys 0 .. j
+    rows: slice | torch.Tensor
+    real: tuple[torch.Tensor, torch.Tensor] | None
     turns: torch.Tensor
     keep_mask: bool = True
     _mask: torch.Tensor | None = field(default=None, repr=False)
+
+    @cached_property
+    def sees_all(self) -> bool:
+        """Whether every query sees every key."""
+        return self.queries == 1 and all(span.length == self.keys for span in self.spans)
+
+    @cached_property
+    def causal(self) -> bool:
+        """Whether query j sees keys 0 .. j, in every sequence."""
+        return all(span.length == span.queries == self.keys for span in self.spans)
 
     def mask(self, dtype: torch.dtype) -> torch.Tensor | None:
         """[G, Q, keys]: 0 where a query sees a key and -inf elsewhere; None where it sees all."""
         if self.sees_all or self._mask is not None:
             return self._mask
-        hidden = torch.arange(self.keys) > self.last.unsqueeze(-1)
+        _, counts, lengths = _columns(self.spans)
+        last_GQ = lengths - counts + torch.minimum(torch.arange(self.queries), counts - 1)
+        hidden = torch.arange(self.keys) > last_GQ.unsqueeze(-1)
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
         if self.keep_mask:
             self._mask = mask
@@ -100,7 +110,7 @@ def make_plan(
     batches = _batches(spans, row_elements, key_elements)
     groups = [_group(batch, block_table, turns, block_tokens, row_elements) for batch in batches]
     parts = [part for group in groups for part in group.parts]
-    if sum(part.last.numel() * part.keys for part in parts if not (part.sees_all or part.causal)) > MASK_CELLS:
+    if sum(len(part.spans) * part.queries * part.keys for part in parts if not part.sees_all) > MASK_CELLS:
         for part in parts:
             part.keep_mask = False
     return Plan(groups, len(parts) == 1 and parts[0].rows == slice(0, len(turns)))
@@ -165,25 +175,18 @@ def _slots_of_many(spans: list[Span], keys: int, block_table: torch.Tensor, bloc
 
 def _part(spans: list[Span], turns: torch.Tensor) -> Part:
     queries, keys = max(span.queries for span in spans), max(span.length for span in spans)
-    real_queries = sum(span.queries for span in spans)
-    start, real = spans[0].start, None
-    rows: slice | torch.Tensor = slice(start, start + real_queries)
+    rows: slice | torch.Tensor = slice(spans[0].start, spans[-1].start + spans[-1].queries)
     consecutive = all(one.start + one.queries == two.start for one, two in pairwise(spans))
-    offsets = torch.arange(queries)
-    firsts, counts, lengths = torch.tensor([span[1:] for span in spans]).unsqueeze(-1).unbind(1)
-    last = lengths - counts + torch.minimum(offsets, counts - 1)
-    if real_queries != len(spans) * queries or not consecutive:
-        rows_GQ = firsts + torch.minimum(offsets, counts - 1)
+    real = None
+    if not consecutive or any(span.queries < queries for span in spans):
+        firsts, counts, _ = _columns(spans)
+        offsets = torch.arange(queries)
+        rows = (firsts + torch.minimum(offsets, counts - 1)).flatten()
         kept = (offsets < counts).flatten().nonzero().flatten()
-        rows = rows_GQ.flatten()
         real = (kept, rows[kept])
-    return Part(
-        rows=rows,
-        real=real,
-        queries=queries,
-        keys=keys,
-        last=last,
-        sees_all=queries == 1 and all(span.length == keys for span in spans),
-        causal=all(span.length == keys == span.queries for span in spans),
-        turns=turns[rows].unsqueeze(1),
-    )
+    return Part(spans, queries, keys, rows, real, turns[rows].unsqueeze(1))
+
+
+def _columns(spans: list[Span]) -> tuple[torch.Tensor, ...]:
+    """First rows, numbers of queries, and lengths, int64 [G, 1] each."""
+    return torch.tensor([span[1:] for span in spans]).unsqueeze(-1).unbind(1)

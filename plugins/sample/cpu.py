@@ -34,12 +34,12 @@ def _run(
     if len(sampled):
         limits = [x[sampled] for x in (temperature, top_p, top_k, min_p)]
         tokens[sampled] = _draw(allowed[sampled], uniform(seeds[sampled], positions[sampled]), *limits)
-    # The logarithm of the sum is NaN or infinite where the raw logits have a NaN, an infinity or nothing else than -inf.
+    # NaN or infinite where the raw logits hold a NaN or an infinity, or where nothing is allowed.
     total = logits.logsumexp(-1)
+    broken = (total - best).isfinite().logical_not_()
     logprobs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - total
-    broken = ~(total.isfinite() & best.isfinite())
-    tokens.masked_fill_(broken, -1)
-    return tokens.int(), _accept(tokens, drafts), logprobs.masked_fill_(broken, torch.nan)
+    tokens = tokens.masked_fill_(broken, -1).int()
+    return tokens, _accept(tokens, drafts), logprobs.masked_fill_(broken, torch.nan)
 
 
 def _mask(logits: torch.Tensor, token_mask: torch.Tensor) -> torch.Tensor:
@@ -75,10 +75,8 @@ def _draw(
 
 def _accept(tokens: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
     """int32 [R]: 1 up to the first refused draft of each sequence. A row without a draft ends its sequence."""
-    refused = (tokens != drafts).logical_or_(drafts < 0).long()
-    so_far = refused.cumsum(0)
-    rows = torch.arange(len(drafts))
-    starts = torch.ones_like(rows)
-    starts[1:] = drafts[:-1] < 0
-    first = torch.where(starts > 0, rows, 0).cummax(0).values if len(rows) else rows
-    return (so_far - (so_far - refused)[first] == 0).int()
+    accepted, going = [], True
+    for token, draft in zip(tokens.tolist(), drafts.tolist(), strict=True):
+        accepted.append(int(going and token == draft >= 0))
+        going = draft < 0 or accepted[-1] > 0
+    return torch.tensor(accepted, dtype=torch.int32)
