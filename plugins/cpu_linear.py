@@ -89,8 +89,7 @@ class Int8(Product):
 class Int4(Product):
     """wint4 under bfloat16 activations, in the packing of torch's int4 kernel.
 
-    scales  bfloat16 [K/G, N, 2]: beside each scale the kernel's zero point, which is 0. Where that would add more than
-            5 % to the weight (G < 128): [K/G, N], and the zero points are added for each call
+    scales  bfloat16 [K/G, N, 2]: beside each scale the kernel's zero point, which is 0
     blocks  whether the packing is known to be `unpack_int4`'s
     """
 
@@ -100,21 +99,33 @@ class Int4(Product):
     blocks: bool
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        if self.blocks and len(x) >= MANY:
-            return self._multiply_blocks(x)
-        scales = self.scales if self.scales.dim() == 3 else _with_zeros(self.scales)
-        return torch._weight_int4pack_mm_for_cpu(x.contiguous(), self.codes, self.group, scales)
+        if x.shape[0] >= MANY and self.blocks:
+            return self._multiply_blocks(x, self.scales[..., 0])
+        return torch._weight_int4pack_mm_for_cpu(x.contiguous(), self.codes, self.group, self.scales)
 
     __call__ = multiply
 
-    def _multiply_blocks(self, x: torch.Tensor) -> torch.Tensor:
-        """Dequantize in the packed order, so that nothing is transposed: [N/64, K, 64]."""
-        scales = self.scales[..., 0] if self.scales.dim() == 3 else self.scales
+    def _multiply_blocks(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Dequantize in the packed order, so that nothing is transposed: [N/64, K, 64]. scales [K/G, N]."""
         w = unpack_int4(self.codes).float().sub_(8.0)
         blocks, columns, _ = w.shape
         groups = w.view(blocks, columns // self.group, self.group, INT4_ROWS)
         groups.mul_(scales.float().view(-1, blocks, 1, INT4_ROWS).transpose(0, 1))
         return torch.matmul(x.float(), w).bfloat16().transpose(0, 1).reshape(len(x), -1)
+
+
+@dataclass(frozen=True, eq=False)
+class Int4Narrow(Int4):
+    """The same for groups below 128, where zero points would add over 5 % to the weight: scales [K/G, N] are kept
+    without them, and they are added for each call.
+    """
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] >= MANY and self.blocks:
+            return self._multiply_blocks(x, self.scales)
+        return torch._weight_int4pack_mm_for_cpu(x.contiguous(), self.codes, self.group, _with_zeros(self.scales))
+
+    __call__ = multiply
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +191,9 @@ def _make_int4(w: StoredWeight, scales: torch.Tensor) -> Int4:
     codes = torch._convert_weight_to_int4pack_for_cpu(unpack_nibbles(w.data).int() + 8, 1)  # the kernel subtracts 8
     by_group = scales.mT.contiguous()
     blocks = len(codes) % INT4_ROWS == 0 and _packs_in_blocks()
-    return Int4(codes, _with_zeros(by_group) if w.format.group >= 128 else by_group, w.format.group, blocks)
+    if w.format.group < 128:
+        return Int4Narrow(codes, by_group, w.format.group, blocks)
+    return Int4(codes, _with_zeros(by_group), w.format.group, blocks)
 
 
 def _with_zeros(scales: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,11 @@
-"""Moe on CPUs: tokens sorted by expert, two products for each expert that has any.
+"""Moe on CPUs: two products for each expert, gate and up being one, on its tokens side by side.
 
 Legend: T tokens, K experts per token, P their pairs, E experts, D hidden, F intermediate.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,51 +18,72 @@ from dsc.plugins.swiglu.cpu import swiglu
 
 
 def bind(node: CpuNode) -> Run:
-    """Gate and up of an expert are one product, packed once for all graphs."""
+    """Weights are packed expert by expert, once for all graphs."""
     dtype = getattr(torch, node.types["x"].dtype)
-    gate_up, down = _bind_mlps(node, ("gate", "up", "down"), dtype)
-    edges = torch.arange(len(down) + 1, dtype=torch.int32)
-    shared: tuple[Product, Product] | None = None
+    experts = Experts(*_bind_mlps(node, ("gate", "up", "down"), dtype))
+    shared: Callable[[torch.Tensor], torch.Tensor] | None = None
     if "shared_gate" in node.weights:
-        (shared_gate_up,), (shared_down,) = _bind_mlps(node, ("shared_gate", "shared_up", "shared_down"), dtype)
-        shared = shared_gate_up, shared_down
+        shared = Experts(*_bind_mlps(node, ("shared_gate", "shared_up", "shared_down"), dtype)).first
 
     def run(step: StepMemo, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = _one_token(x, ids, weights) if len(x) == 1 else _many_tokens(x, ids, weights)
+        y = experts(x, ids, weights)
         if shared is not None:
-            y += shared[1](swiglu(shared[0](x)))
+            y += shared(x)
         return (y.to(dtype),)
 
-    def _one_token(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """float32 [1, D] without sorting or gathering."""
-        (experts,) = ids.tolist()
-        if not experts or experts[0] < 0:
-            return x.new_zeros(x.shape, dtype=torch.float32)
-        prepared = gate_up[0].prepare(x)
-        hidden_KF = swiglu(torch.cat([gate_up[expert].multiply(prepared) for expert in experts]))
-        rows = down[0].prepare(hidden_KF).chunk(len(experts))
-        out_KD = torch.cat([down[expert].multiply(row) for expert, row in zip(experts, rows, strict=True)])
-        return torch.mm(weights, out_KD.float())
+    return run
 
-    def _many_tokens(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """float32 [T, D]. Pairs of an expert are rows that follow each other; those with id -1 come first and drop out."""
+
+class Experts:
+    """MLPs of one shape, chosen per token. `gate_up` and `down` hold one product for each."""
+
+    def __init__(self, gate_up: list[Product], down: list[Product]) -> None:
+        self._gate_up, self._down = gate_up, down
+        self._edges = torch.arange(len(down) + 1, dtype=torch.int32)
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """float32 [T, D]: the weighted sum of each token's experts; an id of -1 adds nothing."""
+        tokens, chosen = ids.shape
+        if tokens * chosen >= len(self._down):
+            return self._by_expert(x, ids, weights)
+        experts = ids.flatten().tolist()
+        # Padding is rare where tokens are few; sorting deals with it.
+        return self._by_expert(x, ids, weights) if -1 in experts else self._by_token(x, experts, weights)
+
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        """The first MLP alone, [T, D]."""
+        return self._down[0](swiglu(self._gate_up[0](x)))
+
+    def _by_token(self, x: torch.Tensor, experts: list[int], weights: torch.Tensor) -> torch.Tensor:
+        """Pair by pair, without sorting and gathering: while few tokens share an expert, it has little to gain."""
+        tokens, chosen = weights.shape
+        if not experts:
+            return x.new_zeros(x.shape, dtype=torch.float32)
+        rows = [row for row in self._gate_up[0].prepare(x).chunk(tokens) for _ in range(chosen)]
+        hidden = [self._gate_up[expert].multiply(row) for expert, row in zip(experts, rows, strict=True)]
+        hidden_PF = swiglu(torch.cat(hidden))
+        inner = self._down[0].prepare(hidden_PF).split_with_sizes([1] * len(experts))
+        out = [self._down[expert].multiply(row) for expert, row in zip(experts, inner, strict=True)]
+        out_PD = torch.cat(out).float()
+        return torch.bmm(weights.unsqueeze(1), out_PD.view(tokens, chosen, x.shape[1])).squeeze(1)
+
+    def _by_expert(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Pairs sorted by expert, so that those of one are rows that follow each other; ids of -1 come first, and go."""
         y = x.new_zeros(x.shape, dtype=torch.float32)
         sorted_P, order_P = ids.flatten().sort(stable=True)
-        starts = torch.searchsorted(sorted_P, edges).tolist()
-        hit = [(expert, end - start) for expert, (start, end) in enumerate(pairwise(starts)) if end > start]
+        starts = torch.searchsorted(sorted_P, self._edges).tolist()
+        hit = [expert for expert, (start, end) in enumerate(pairwise(starts)) if end > start]
         if not hit:
             return y
+        sizes = [starts[expert + 1] - starts[expert] for expert in hit]
         order_P = order_P[starts[0] :]
-        sizes = [size for _, size in hit]
         tokens_P = order_P // ids.shape[1]
-        rows = gate_up[0].prepare(x).index_select(0, tokens_P).split_with_sizes(sizes)
-        hidden = torch.cat([gate_up[expert].multiply(part) for (expert, _), part in zip(hit, rows, strict=True)])
-        rows = down[0].prepare(swiglu(hidden)).split_with_sizes(sizes)
-        out_PD = torch.cat([down[expert].multiply(part) for (expert, _), part in zip(hit, rows, strict=True)]).float()
+        rows = self._gate_up[0].prepare(x).index_select(0, tokens_P).split_with_sizes(sizes)
+        hidden = [self._gate_up[expert].multiply(part) for expert, part in zip(hit, rows, strict=True)]
+        rows = self._down[0].prepare(swiglu(torch.cat(hidden))).split_with_sizes(sizes)
+        out = [self._down[expert].multiply(part) for expert, part in zip(hit, rows, strict=True)]
         weights_P = weights.flatten().index_select(0, order_P)
-        return y.index_add_(0, tokens_P, out_PD.mul_(weights_P.unsqueeze(1)))
-
-    return run
+        return y.index_add_(0, tokens_P, torch.cat(out).float().mul_(weights_P.unsqueeze(1)))
 
 
 def _bind_mlps(node: CpuNode, names: tuple[str, str, str], dtype: torch.dtype) -> tuple[list[Product], list[Product]]:
