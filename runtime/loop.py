@@ -30,7 +30,8 @@ class Loop:
         builder: BatchBuilder,
     ) -> None:
         self._main, self._sampler, self._proposer = main, sampler, proposer
-        self._cache, self._scheduler, self._builder = cache, scheduler, builder
+        self.scheduler = scheduler
+        self._cache, self._builder = cache, builder
         self._arriving: deque[Request] = deque()
         self._leaving: deque[Request] = deque()
         self.lock = threading.Lock()
@@ -59,20 +60,20 @@ class Loop:
 
     def _exchange(self) -> None:
         while self._arriving:
-            self._scheduler.add(self._arriving.popleft())
+            self.scheduler.add(self._arriving.popleft())
         while self._leaving:
             request = self._leaving.popleft()
             if not request.finished:
                 request.finish("cancelled")
-                self._scheduler.release(request)
+                self.scheduler.release(request)
 
     def _step(self) -> None:
         self._exchange()
-        plan = self._scheduler.plan()
-        if not plan and self._scheduler.waiting:
+        plan = self.scheduler.plan()
+        if not plan and self.scheduler.waiting:
             # Every request fits the cache alone, so somebody outside the loop holds its blocks.
             held = self._cache.pool.num_blocks - self._cache.pool.num_free
-            self._fail(self._scheduler.waiting[0], f"no cache blocks are left: {held} are held outside generate")
+            self._fail(self.scheduler.waiting[0], f"no cache blocks are left: {held} are held outside generate")
         try:
             if plan:
                 # A seventh faster than without on tiny-r1: torch then keeps no versions and views.
@@ -129,9 +130,9 @@ class Loop:
             return
         in_cache = min(item.start + item.num_rows, len(request.tokens) - 1)
         stated = in_cache if drafted or not request.max_drafts else item.start
-        self._scheduler.advance(request, in_cache, stated)
+        self.scheduler.advance(request, in_cache, stated)
         if request.finished:
-            self._scheduler.release(request)
+            self.scheduler.release(request)
 
     def _fail(self, request: Request, error: str) -> None:
         """End a request whose cache is not to be trusted."""
@@ -141,4 +142,4 @@ class Loop:
         self._cache.pool.forget(own)
         if own:
             self._cache.clear(own)
-        self._scheduler.release(request)
+        self.scheduler.release(request)

@@ -46,6 +46,7 @@ class Scheduler:
         self._prefix_reuse = prefix_reuse
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.preempted = 0  # times a request gave up its blocks
 
     def add(self, request: Request) -> None:
         """Queue a new request."""
@@ -138,6 +139,7 @@ class Scheduler:
             self._give_blocks(last)
             self.running.pop()
             self.waiting.appendleft(last)
+            self.preempted += 1
             if last is request:
                 return False
         return True

@@ -82,7 +82,15 @@ def test_faults_are_told_together_and_limits_are_good():
     with pytest.raises(DscError, match="sampling parameters: 2 faults"):
         SamplingParams(temperature=-1, max_tokens=3, min_tokens=4).check(40, 0)
     SamplingParams(
-        max_tokens=1, temperature=0, top_p=1, top_k=2**31 - 1, min_p=1, seed=2**63 - 1, min_tokens=1, logprobs=40, drafts=2
+        max_tokens=1,
+        temperature=0,
+        top_p=1,
+        top_k=2**31 - 1,
+        min_p=1,
+        seed=2**63 - 1,
+        min_tokens=1,
+        logprobs=40,
+        drafts=2,
     ).check(40, 2)
     SamplingParams(logit_bias={0: -100.0, 39: 100}, stop=("x",), stop_token_ids=(39,)).check(40, 0)
 
