@@ -31,6 +31,7 @@ from dsc.runtime.spec import ModelSpec
 
 CLASSES = tuple(name for name in WEIGHT_CLASSES if name != "exact")
 SHARED = ("embeddings", "lm_head")  # stored once, for the main model and its MTP layer
+UNLESS_NAMED = (*SHARED, "eh_proj")  # unquantized without an entry of their own: releases in FP8 leave them in bf16
 Entry = Mapping[str, Any]
 
 
@@ -38,8 +39,8 @@ Entry = Mapping[str, Any]
 class QuantizeWeights(Pass):
     """Every weight operand of a plugin op -> its data and scales in a format, e.g. {format: wint4, group: 128}.
 
-    Classes: experts, attention, kv_b, dense_mlp, shared_experts, embeddings, lm_head. A class gets its own entry; else kv_b
-    gets attention's, embeddings and lm_head stay unquantized, the others get `default`. Unquantized means the dtype of the
+    Classes: experts, attention, kv_b, dense_mlp, shared_experts, embeddings, lm_head, eh_proj. A class gets its own entry;
+    else kv_b gets attention's, the last three stay unquantized, the others get `default`. Unquantized means the dtype of the
     activations, bf16 or fp32; so do the classes in `skip`, and those of an absent `default`. A width that no group of
     wint4 divides stays unquantized too, and its note says so. `mtp` has entries, `default` among them, that replace these
     in the MTP layer: a recipe's mtp.weights.
@@ -52,6 +53,7 @@ class QuantizeWeights(Pass):
     shared_experts: Entry | None = None
     embeddings: Entry | None = None
     lm_head: Entry | None = None
+    eh_proj: Entry | None = None
     default: Entry | None = None
     skip: Sequence[str] = ()
     mtp: Entry | None = None
@@ -68,7 +70,8 @@ class QuantizeWeights(Pass):
         """The format of a class in a model as the recipe names it; None: unquantized."""
         if model == "mtp" and self.mtp and weight_class not in SHARED:
             own = self.mtp.get("attention") if weight_class == "kv_b" else None
-            entry = self.mtp.get(weight_class) or own or self.mtp.get("default")
+            default = None if weight_class in UNLESS_NAMED else self.mtp.get("default")
+            entry = self.mtp.get(weight_class) or own or default
             if entry is not None:
                 return read_choice(weight_class, entry)[0]
         if weight_class in self.skip:
@@ -76,7 +79,7 @@ class QuantizeWeights(Pass):
         entry = getattr(self, weight_class)
         if entry is None and weight_class == "kv_b":
             return self.choice("attention")
-        if entry is None and weight_class not in SHARED:
+        if entry is None and weight_class not in UNLESS_NAMED:
             entry = self.default
         return read_choice(weight_class, entry)[0] if entry is not None else None
 

@@ -50,7 +50,7 @@ def import_mtp(spec: ModelSpec, source: SourceLookup, context_tokens: int) -> Gr
     embedding = build.norm("mtp.enorm", _embed(build, "mtp.embed_tokens"), f"{tensor}.enorm.weight")
     previous = build.norm("mtp.hnorm", hidden, f"{tensor}.hnorm.weight")
     both = build.op("Concat", "mtp.concat", [embedding, previous], ("T", 2 * spec.hidden_size), axis=1)
-    eh_proj = build.weight(f"{tensor}.eh_proj.weight", (spec.hidden_size, 2 * spec.hidden_size), "attention")
+    eh_proj = build.weight(f"{tensor}.eh_proj.weight", (spec.hidden_size, 2 * spec.hidden_size), "eh_proj")
     x = _decoder_layer(build, layer, build.linear("mtp.eh_proj", both, eh_proj), rope)
     normed = build.norm("mtp.norm", x, f"{tensor}.shared_head.norm.weight")
     _head(build, "mtp.", normed)

@@ -29,8 +29,8 @@ DTYPE_BYTES = {
     "float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "int32": 4, "int64": 8, "uint8": 1, "int8": 1, "bool": 1,
 }  # fmt: skip
 
-# Classes by which recipes choose a format. Only the first seven are quantizable; "exact" weights keep their dtype.
-WEIGHT_CLASSES = ("experts", "attention", "kv_b", "dense_mlp", "shared_experts", "embeddings", "lm_head", "exact")
+# Classes by which recipes choose a format. All but the last are quantizable; "exact" weights keep their dtype.
+WEIGHT_CLASSES = ("experts", "attention", "kv_b", "dense_mlp", "shared_experts", "embeddings", "lm_head", "eh_proj", "exact")
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def test_fails():
     assert error.value.text() == (
         "main: quantize_weights found 2 of 3 sites\n"
         "  at      gate: w has no class that recipes name\n"
-        "  wanted  experts, attention, kv_b, dense_mlp, shared_experts, embeddings, lm_head\n"
+        "  wanted  experts, attention, kv_b, dense_mlp, shared_experts, embeddings, lm_head, eh_proj\n"
         "  got     exact\n"
         "  try     mend the graph; or, in the recipe, allow: {quantize_weights: {count: 1, reason: ...}}"
     )
@@ -186,7 +186,7 @@ def said(**options):
         (
             {"skip": ["lmhead"]},
             "skip names no class\n"
-            "  wanted  experts, attention, kv_b, dense_mlp, shared_experts, embeddings, lm_head\n"
+            "  wanted  experts, attention, kv_b, dense_mlp, shared_experts, embeddings, lm_head, eh_proj\n"
             "  got     lmhead\n"
             "  try     lm_head",
         ),
@@ -200,13 +200,13 @@ def said(**options):
         (
             {"mtp": {"lm_head": {"format": "wint8"}}},
             "mtp.weights cannot choose lm_head: the MTP layer shares the main model's\n"
-            "  wanted  experts, attention, kv_b, dense_mlp, shared_experts, default\n"
+            "  wanted  experts, attention, kv_b, dense_mlp, shared_experts, eh_proj, default\n"
             "  got     lm_head: {'format': 'wint8'}",
         ),
         (
             {"mtp": {"expert": {"format": "wint8"}}},
             "mtp.weights has no class expert\n"
-            "  wanted  experts, attention, kv_b, dense_mlp, shared_experts, default\n"
+            "  wanted  experts, attention, kv_b, dense_mlp, shared_experts, eh_proj, default\n"
             "  try     experts",
         ),
     ],
@@ -259,6 +259,7 @@ def test_classes_without_an_entry():
     assert kinds == {"experts": "wint4", "attention": "fp8", "kv_b": "fp8", "dense_mlp": None}
     assert pass_.choice("embeddings") is None
     assert pass_.choice("lm_head") is None
+    assert pass_.choice("eh_proj") is None
     assert QuantizeWeights(lm_head={"format": "wint8"}).choice("lm_head").kind == "wint8"
     assert QuantizeWeights(kv_b=FP8).choice("experts") is None
     assert QuantizeWeights(default=WINT4, skip=["attention"]).choice("kv_b") is None
@@ -273,6 +274,8 @@ def test_entries_of_the_mtp_layer():
     assert {every.choice(name, "mtp").kind for name in ("experts", "attention", "kv_b", "shared_experts")} == {"wint8"}
     assert every.choice("kv_b").kind == "bf16"
     assert every.choice("lm_head", "mtp") is None
+    assert every.choice("eh_proj", "mtp") is None
+    assert replace(pass_, mtp={"eh_proj": FP8}).choice("eh_proj", "mtp").kind == "fp8"
 
 
 # -- whole graphs
@@ -323,7 +326,7 @@ def test_every_weight_operand_is_a_site(folders, family, model, phase, sites):
             tensor = operand(node, slot.name)
             if tensor is None:
                 continue
-            plain = weight_class_of(tensor) in ("embeddings", "lm_head")
+            plain = weight_class_of(tensor) in ("embeddings", "lm_head", "eh_proj")
             assert node.attrs[slot.format_attribute].startswith("bf16" if plain else "wint4:")
             assert (operand(node, f"{slot.name}.scales") is None) == plain
             assert tensor.name.endswith(".weight" if plain else ".packed")
