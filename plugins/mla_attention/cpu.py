@@ -62,7 +62,8 @@ def bind(node: CpuNode) -> Run | None:
         plan = step.once(("mla_attention", absorbed), plan_step)
         rows = cache_rows(cache, cache_dtype, key_width)
         w = kv_b.data if kv_b.scales is None else kv_b.dequantize()
-        compute = torch.float32 if q.dtype is torch.float32 else rows.dtype
+        # Keys as they are cached, in decode, whose time is reading them; the fused kernel computes faster in float32.
+        compute = rows.dtype if absorbed and q.dtype is torch.bfloat16 else torch.float32
         if plan.whole:
             (group,) = plan.groups
             return (attend(sizes, w, q, _keys(rows, group, compute), group)[0].to(q.dtype),)
