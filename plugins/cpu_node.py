@@ -13,7 +13,8 @@ from dsc.plugins.stored import StoredWeight
 
 Made = TypeVar("Made")
 
-# run(step, *operands): the schema's inputs that are no graph constants, in order, None where absent.
+# run(step, *operands): the schema's inputs that are no graph constants, in order. An absent optional one is None if its
+# dims have a letter of the step, and left out if it would be a constant.
 Run = Callable[..., tuple[torch.Tensor, ...]]
 
 

@@ -11,6 +11,7 @@ import torch
 from dsc.plugins.cpu_node import CpuNode, StepMemo
 from dsc.plugins.schema import Attribute, Type, folder_of, load_op
 from dsc.plugins.stored import StoredWeight
+from dsc.runtime.expressions import LETTERS
 
 IMPLEMENTATIONS = ("reference", "cpu")
 Operand = torch.Tensor | StoredWeight | None
@@ -51,7 +52,9 @@ class CpuOp:
         run = module.bind(self._node(constants))
         assert run is not None, f"{op}: no kernel for this node"
         held = {w.name for w in self.op.weights} | set(constants)
-        names = [t.name for t in self.op.inputs if t.name not in held]
+        # As in the executor: an absent operand is None if it would come with each step, an absent constant is left out.
+        present = {t.name for t in self.op.inputs if t.name in operands or set(t.dims.split()) & LETTERS.keys()}
+        names = [t.name for t in self.op.inputs if t.name in present - held]
         self._run = lambda step: run(step, *[self.operands.get(name) for name in names])
 
     def __call__(self, step: StepMemo | None = None, **changed: Any) -> dict[str, torch.Tensor]:
