@@ -36,8 +36,8 @@ def bind(node: CpuNode) -> Run | None:
         return None
     heads, nope, rope, v, latent_dim = (int(a[name]) for name in ("heads", "nope", "rope", "v", "latent_dim"))
     sizes = Sizes(heads, nope, rope, v, latent_dim, float(a["scale"]))
-    absorbed = a["mode"] == "absorbed"
-    attend = _absorbed if absorbed else _expanded
+    attend = {"absorbed": _absorbed, "expanded": _expanded}[str(a["mode"])]
+    absorbed = attend is _absorbed
     key_width = sizes.latent + sizes.rope
     row_elements = sizes.heads * (key_width if absorbed else sizes.nope + sizes.rope)
     kv_b = node.pack("kv_b", keep)

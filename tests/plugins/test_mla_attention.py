@@ -14,6 +14,7 @@ from support.cpu_op import IMPLEMENTATIONS, CpuOp
 from support.paged import make_batch, rope_tables
 from support.random_weights import FORMATS, random_weight
 from support.tolerances import check_rows
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dsc.plugins.cpu_node import StepMemo
 from dsc.plugins.latent_cache import cache_rows, context_slots
@@ -201,6 +202,20 @@ def test_small_memory_limits_change_nothing(mode, monkeypatch):
     monkeypatch.setattr("dsc.plugins.mla_attention.cpu.GROUP_ELEMENTS", 60000)
     split = op()["o"]
     check_rows(split, whole, "attention", "float32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.filterwarnings("ignore:.*[Ff]lash attention")
+@pytest.mark.parametrize("case", ["later chunks and decode", "first chunks"])
+def test_scores_are_never_kept_whole(case, mode, dtype):
+    """torch's fused kernel takes every call; its other one would hold heads x queries x keys in float32."""
+    op, _ = attention("cpu", mode, RAGGED[case], dtype=dtype, format_="bf16")
+    q = torch.zeros(1, 1, 2, 8)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        with pytest.raises(RuntimeError, match="kernel"), torch.inference_mode():
+            torch.nn.functional.scaled_dot_product_attention(q, q, q[..., :4])  # so it does tell
+        assert op()["o"].isfinite().all()
 
 
 def test_one_step_plans_once_for_all_layers():
