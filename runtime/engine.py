@@ -190,7 +190,7 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[SamplingOptions]
     ) -> Stream:
         """Continue one prompt; iterate over the result for the text as it comes. Raises DscError as `generate` does."""
-        (request,) = self._requests([prompt], params, options)
+        (request,) = self._requests([prompt], params, options, streamed=True)
         if request.decode is None:
             raise DscError("the engine has no tokenizer, so there is no text to stream", try_="generate, for token ids")
         return Stream(self._loop, request)
@@ -245,7 +245,11 @@ class Engine:
         self._loop.settle()
 
     def _requests(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, options: Any
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        options: Any,
+        streamed: bool = False,
     ) -> list[Request]:
         """Check everything before any work; faults of all prompts are told at once."""
         if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | Mapping)):
@@ -259,14 +263,14 @@ class Engine:
         for index, (prompt, one) in enumerate(zip(prompts, checked, strict=True)):
             try:
                 one.check(self.spec.vocab_size, self.max_drafts)
-                requests.append(self._request(prompt, one))
+                requests.append(self._request(prompt, one, streamed))
             except DscError as error:
                 faults.append(DscError(error.what, where=f"prompt {index}", details=error.details,
                                        wanted=error.wanted, got=error.got, try_=error.try_))  # fmt: skip
         raise_all("prompts", faults)
         return requests
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _request(self, prompt: Prompt, params: SamplingParams, streamed: bool) -> Request:
         tokens = self._encode(prompt)
         context = min(self.manifest.limits.context_tokens, self.cache.capacity_tokens)
         if not tokens:
@@ -293,6 +297,7 @@ class Engine:
             ends=ends,
             decode=decode,
             max_drafts=self.max_drafts if params.drafts is None else params.drafts,
+            streamed=streamed,
         )
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:

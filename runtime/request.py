@@ -51,6 +51,7 @@ class Request:
     ends        tokens that end the text
     drafts      tokens drafted to follow `tokens`, checked in the next step
     max_drafts  how many to draft at most
+    streamed    its text is wanted while it comes, as `pieces`
     blocks      its cache blocks in order
     keys        keys of its full blocks, as far as they were stated to the pool or found there
     """
@@ -61,6 +62,7 @@ class Request:
     ends: frozenset[int]
     decode: Decode | None = None
     max_drafts: int = 0
+    streamed: bool = False
 
     tokens: list[int] = field(init=False)
     seed: int = field(init=False)
@@ -82,7 +84,9 @@ class Request:
         self.seed = secrets.randbelow(SEED_END) if self.params.seed is None else self.params.seed
         if self.params.penalized:
             self.penalties = Penalties(self.params, self.prompt)
-        self._detokenizer = Detokenizer(self.decode) if self.decode is not None else None
+        # Text that nobody looks at before the end is decoded once, at the end.
+        as_it_comes = self.decode is not None and (self.streamed or self.params.stop)
+        self._detokenizer = Detokenizer(self.decode) if self.decode is not None and as_it_comes else None
         self._stops = StopStrings(self.params.stop)
 
     @property
@@ -136,11 +140,17 @@ class Request:
         if piece:
             self.pieces.append(piece)
 
+    def _text(self) -> str:
+        if self._detokenizer is not None or self.decode is None:
+            return "".join(self.pieces)
+        end = len(self.tokens) - isinstance(self.stop_reason, int)
+        return self.decode(self.tokens[len(self.prompt) : end])
+
     def output(self) -> Output:
         """The result of a finished request."""
         return Output(
             token_ids=self.tokens[len(self.prompt) :],
-            text="".join(self.pieces),
+            text=self._text(),
             finish_reason=self.finish_reason,
             logprobs=self.logprobs if self.params.logprobs is not None else None,
             stop_reason=self.stop_reason,

@@ -12,6 +12,7 @@ from dsc.runtime.backends import Runner
 from dsc.runtime.request import Request, TokenLogprob
 
 ALL_TOKENS = -1  # a mask word with every bit set
+NO_DRAFT = -1
 BITS = (np.uint32(1) << np.arange(32, dtype=np.uint32)).view(np.int32)
 
 
@@ -48,14 +49,16 @@ class Sampler:
             "seeds": torch.from_numpy(self._seeds),
             "token_mask": torch.from_numpy(self._mask),
         }
+        self._layout: list[tuple[int, int]] = []
+        self._held: list[Request] = []
         self._views: dict[int, dict[str, torch.Tensor]] = {}
 
     def choose(self, requests: Sequence[Request], logits: torch.Tensor) -> list[Choice]:
         """One choice per request. `logits` [R, V] holds 1 + len(drafts) rows a request, in order; may be changed."""
-        starts, masked = [0], []
+        starts = [0]
         for request in requests:
-            masked += self._fill(starts[-1], request)
             starts.append(starts[-1] + 1 + len(request.drafts))
+        masked = self._fill(requests, starts)
         raw = [self._raw_logprobs(r, logits[at:end]) for r, at, end in zip(requests, starts, starts[1:], strict=False)]
         for request, at, end in zip(requests, starts, starts[1:], strict=False):
             if request.penalties is not None:
@@ -69,20 +72,27 @@ class Sampler:
             for request, at, end, logprobs in zip(requests, starts, starts[1:], raw, strict=False)
         ]
 
-    def _fill(self, at: int, request: Request) -> list[int]:
-        """Write one request's rows; returns the rows whose mask is not full."""
-        params, drafts = request.params, request.drafts
-        end = at + 1 + len(drafts)
-        self._floats[:, at:end] = ((params.temperature,), (params.top_p,), (params.min_p,))
-        self._ints[0, at:end] = params.top_k
+    def _fill(self, requests: Sequence[Request], starts: Sequence[int]) -> list[int]:
+        """Write all rows; returns those whose mask is not full."""
+        end = starts[-1]
+        layout = [(id(request), len(request.drafts)) for request in requests]
+        if layout != self._layout:
+            self._layout, self._held = layout, list(requests)  # held, so that no other request gets the same id
+            rows = [request for request in requests for _ in range(1 + len(request.drafts))]
+            params = [request.params for request in rows]
+            self._floats[0, :end] = [p.temperature for p in params]
+            self._floats[1, :end] = [p.top_p for p in params]
+            self._floats[2, :end] = [p.min_p for p in params]
+            self._ints[0, :end] = [p.top_k for p in params]
+            self._seeds[:end] = [request.seed for request in rows]
         # The position of the token being chosen: the same whether it is drafted or not, however prompts are chunked.
-        self._ints[1, at:end] = range(len(request.tokens), len(request.tokens) + 1 + len(drafts))
-        self._ints[2, at : end - 1] = drafts
-        self._ints[2, end - 1] = -1
-        self._seeds[at:end] = request.seed
-        if not params.min_tokens:
-            return []
-        barred = [row for row in range(at, end) if request.ends_barred(row - at)]
+        self._ints[1, :end] = [len(r.tokens) + i for r in requests for i in range(1 + len(r.drafts))]
+        self._ints[2, :end] = [draft for r in requests for draft in (*r.drafts, NO_DRAFT)]
+        return [row for r, at in zip(requests, starts, strict=False) if r.params.min_tokens for row in self._bar(r, at)]
+
+    def _bar(self, request: Request, at: int) -> list[int]:
+        """Forbid end tokens in the rows of a request that must not end yet; returns these rows."""
+        barred = [at + i for i in range(1 + len(request.drafts)) if request.ends_barred(i)]
         for row in barred:
             for token in request.ends:
                 self._mask[row, token // 32] &= ~BITS[token % 32]

@@ -56,19 +56,25 @@ class Scheduler:
         """The next step, decoding requests first; empty when nothing is left to do."""
         plan: list[Scheduled] = []
         budget = self._batch_tokens
-        order = [r for r in self.running if r.pending == 1] + [r for r in self.running if r.pending > 1]
-        for request in order:
+        decoding: list[Request] = []
+        prefilling: list[Request] = []
+        for request in self.running:
+            (decoding if request.pending == 1 else prefilling).append(request)
+        for request in (*decoding, *prefilling):
             if budget == 0:
                 break
-            if request not in self.running:  # it gave up its blocks for one before it
+            if not request.blocks:  # it gave them up for one before it
                 continue
             count = min(request.pending, budget)
-            request.drafts = request.drafts[: min(request.draft_room(), budget - count)]
-            if self._grow(request, request.computed + count + len(request.drafts), plan):
+            if request.drafts:
+                request.drafts = request.drafts[: min(request.draft_room(), budget - count)]
+            tokens = request.computed + count + len(request.drafts)
+            if self._grow(request, tokens, plan):
                 plan.append(Scheduled(request, count))
-                # Drafts of drafts lie behind the tokens of this step; without blocks for them fewer are drafted.
-                self._take(request, len(request.tokens) + len(request.drafts) + request.draft_room())
-                budget = self._batch_tokens - sum(s.count + len(s.request.drafts) for s in plan)
+                budget -= count + len(request.drafts)
+                if request.max_drafts > 1:
+                    # Drafts of drafts lie behind the tokens of this step; without blocks for them fewer are drafted.
+                    self._take(request, tokens + request.draft_room())
         while budget > 0 and self.waiting and len(self.running) < self._sequences and self._admit(self.waiting[0]):
             request = self.waiting.popleft()
             self.running.append(request)
@@ -135,7 +141,7 @@ class Scheduler:
         """Blocks for so many tokens, if need be from requests that came later; False when it had to give up itself."""
         while not self._take(request, tokens):
             last = self.running[-1]
-            plan[:] = [s for s in plan if s.request is not last]
+            plan[:] = [s for s in plan if s.request is not last]  # its tokens stay counted in this step's budget
             self._give_blocks(last)
             self.running.pop()
             self.waiting.appendleft(last)
