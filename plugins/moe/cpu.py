@@ -12,14 +12,14 @@ from itertools import pairwise
 import torch
 
 from dsc.plugins.cpu_linear import Product, can_join, join_rows, make_product
-from dsc.plugins.cpu_node import CpuNode, Run, StepMemo
+from dsc.plugins.cpu_node import CASTS, CpuNode, Run, StepMemo
 from dsc.plugins.stored import StoredWeight
 from dsc.plugins.swiglu.cpu import swiglu
 
 
 def bind(node: CpuNode) -> Run:
     """Weights are packed expert by expert, once for all graphs."""
-    dtype = getattr(torch, node.types["x"].dtype)
+    dtype, cast = getattr(torch, node.types["x"].dtype), CASTS[node.types["x"].dtype]
     experts = Experts(*_bind_mlps(node, ("gate", "up", "down"), dtype))
     shared: Callable[[torch.Tensor], torch.Tensor] | None = None
     if "shared_gate" in node.weights:
@@ -29,7 +29,7 @@ def bind(node: CpuNode) -> Run:
         y = experts(x, ids, weights)
         if shared is not None:
             y += shared(x)
-        return (y.to(dtype),)
+        return (cast(y),)
 
     return run
 
