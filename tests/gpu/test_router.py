@@ -1,0 +1,57 @@
+"""Router on a GPU against its reference: every kind, ties, padding rows, sizes at and around the variants' borders."""
+
+import pytest
+import torch
+
+from dsc.plugins.router.reference import reference
+from support.tolerances import check_rows
+
+pytestmark = pytest.mark.gpu
+
+KINDS = {
+    "v3": (256, 8, {"groups": 8, "topk_groups": 4, "scoring": "sigmoid", "group_score": "top2_sum", "normalize": 1}),
+    "kimi": (384, 8, {"groups": 1, "topk_groups": 1, "scoring": "sigmoid", "group_score": "top2_sum", "normalize": 1}),
+    "v2": (160, 6, {"groups": 8, "topk_groups": 3, "scoring": "softmax", "group_score": "max", "normalize": 0}),
+    "lite": (64, 6, {"groups": 1, "topk_groups": 1, "scoring": "softmax", "group_score": "none", "normalize": 0}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 7168), (3, 2048), (129, 7168), (300, 160)])
+def test_router(kind: str, dtype: torch.dtype, tokens: int, width: int) -> None:
+    from support.gpu import GpuOp
+
+    experts, top_k, settings = KINDS[kind]
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, width, generator=generator).to(dtype)
+    w = torch.randn(experts, width, generator=generator) * width**-0.5
+    bias = torch.randn(experts, generator=generator) * 0.1
+    slots = torch.arange(tokens, dtype=torch.int32)
+    slots[1::7] = -1
+    inputs = {"x": x, "w": w, "slots": slots} | ({"bias": bias} if kind in ("v3", "kimi") else {})
+    attributes = {**settings, "top_k": top_k, "scale": 2.5}
+    got = GpuOp("Router", inputs, attributes, bounds={"T": 512})()
+    ids, weights = reference(**{"bias": None, **inputs}, **attributes)
+    # Two experts nearer than float32 tells them apart may change places: such a token is not compared.
+    wide = {**inputs, "x": x.double(), "w": w.double()}
+    scores = wide["x"] @ wide["w"].mT
+    gaps = scores.sort(-1).values.diff(dim=-1).min(-1).values
+    clear = gaps > 1e-5
+    assert clear.float().mean() > 0.5
+    assert torch.equal(got["ids"].cpu()[clear], ids[clear])
+    check_rows(got["weights"].cpu()[clear], weights[clear], "router", "float32")
+
+
+def test_ties_take_the_lower_index() -> None:
+    from support.gpu import GpuOp
+
+    w = torch.randn(64, 256).repeat_interleave(4, 0)  # experts in fours alike
+    settings = {"groups": 8, "topk_groups": 4, "scoring": "sigmoid", "group_score": "top2_sum", "normalize": 1}
+    attributes = {**settings, "top_k": 8, "scale": 1.0}
+    x = torch.randn(33, 256, dtype=torch.bfloat16)
+    x[5] = 0  # all equal
+    inputs = {"x": x, "w": w, "bias": torch.zeros(256), "slots": torch.arange(33, dtype=torch.int32)}
+    ids = GpuOp("Router", inputs, attributes)()["ids"].cpu()
+    assert torch.equal(ids, reference(**inputs, **attributes)[0])
+    assert ids[5].tolist() == list(range(8))
