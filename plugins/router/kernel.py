@@ -163,7 +163,9 @@ def _part(width: int, parts: int) -> int:
 
 def _logits(node: GpuNode, logits: Typed, block: int, part: int, splits: int) -> Step:
     exact = node.at("x").dtype == "float32"
-    arguments = {
+    block_e = 16 if exact else 64
+    block = 16 if exact else block
+    arguments: dict[str, object] = {
         "x": node.at("x"),
         "w": node.at("w"),
         "logits": logits,
@@ -171,12 +173,12 @@ def _logits(node: GpuNode, logits: Typed, block: int, part: int, splits: int) ->
         "E": node.width("E"),
         "D": node.width("D"),
         "PART": part,
-        "BLOCK_T": 16 if exact else block,
-        "BLOCK_E": 16 if exact else 64,
+        "BLOCK_T": block,
+        "BLOCK_E": block_e,
         "BLOCK_D": 64,
         "PDL": node.arch.has_pdl,
     }
-    grid = (f"ceil_div(T, {arguments['BLOCK_T']})", -(-node.width("E") // arguments["BLOCK_E"]), splits)
+    grid = (f"ceil_div(T, {block})", -(-node.width("E") // block_e), splits)
     return node.triton(router_logits, grid, arguments, num_warps=4, num_stages=3, pdl=True)
 
 
