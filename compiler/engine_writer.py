@@ -172,7 +172,7 @@ def _manifest(
         schema_version=SCHEMA_VERSION,
         spec=spec,
         recipe=recipe.to_json(),
-        target=recipe.target,  # type: ignore[arg-type]
+        target=recipe.target,
         ranks=1,
         parallel=Parallel(tensor=1, expert=1, pipeline=1),
         limits=Limits(recipe.limits.batch_tokens, recipe.limits.sequences, recipe.limits.context_tokens),

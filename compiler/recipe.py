@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dsc.compiler.ir.rewrite import Pass, find_pass
+from dsc.compiler.targets import TARGETS
 from dsc.compiler.yaml_fields import Fields, Parse, boolean, choice, integer, integers, listing, number, read_yaml, text
 from dsc.runtime.errors import DscError, nearest, raise_all
 
-TARGETS = ("cpu", "sm_80", "sm_90a", "sm_100a", "tensorrt")
 CACHE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -149,7 +149,7 @@ def parse_recipe(content: str, where: str, name: str) -> Recipe:
         name=name,
         where=where,
         model=top.take("model", text),
-        target=top.take("target", choice(TARGETS)),
+        target=top.take("target", choice(tuple(TARGETS))),
         parallel=_nested(top, "parallel", Parallel, dict.fromkeys(("tensor", "expert", "pipeline"), integer(1))),
         limits=_nested(
             top, "limits", Limits, dict.fromkeys(("batch_tokens", "sequences", "context_tokens"), integer(1))

@@ -16,7 +16,6 @@ from dsc.runtime.program import DTYPE_BYTES
 from dsc.runtime.spec import ModelSpec
 
 SCHEMA_VERSION = 1
-TARGETS = ("cpu", "sm_80", "sm_90a", "sm_100a", "tensorrt")
 NAME, REPORT = "manifest.json", "report.json"
 LOCAL = "local"  # measured after the build; neither listed nor hashed
 
@@ -120,13 +119,14 @@ class Manifest:
 
     graphs   by name, one entry per rank
     tensors  by the name that programs use
+    target   which backend runs it (dsc.runtime.backends)
     files    every hashed file, by its path in the engine
     """
 
     schema_version: int
     spec: ModelSpec
     recipe: dict[str, Any]
-    target: Literal["cpu", "sm_80", "sm_90a", "sm_100a", "tensorrt"]
+    target: str
     ranks: int
     parallel: Parallel
     limits: Limits

@@ -155,7 +155,7 @@ def test_what_is_no_engine(tmp_path, engine):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("target",), "sm_70", "target is of the wrong kind"),
+        (("target",), 70, "target is of the wrong kind"),
         (("ranks",), 2, "graphs['main.decode'] has not one entry per rank"),
         (("limits", "sequences"), 0, "limits.sequences is not positive"),
         (("tensors", "embed.weight", "offset"), 1 << 40, "tensors['embed.weight'].offset is out of range"),
