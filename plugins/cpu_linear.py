@@ -16,8 +16,11 @@ from dsc.plugins.cpu_node import CpuNode
 from dsc.plugins.stored import FP8_BLOCK, StoredWeight, round_activations, unpack_nibbles
 
 # From so many tokens on, making the weight float32 and torch's float32 product beat the packed kernels.
-MANY = 64
+MANY = 48
 INT4_ROWS = 64  # rows that torch's int4 packing interleaves on machines with AVX-512
+# Tensors, since torch converts Python numbers anew in each call.
+_FIFTEEN, _FOUR = torch.tensor(15, dtype=torch.uint8), torch.tensor(4, dtype=torch.uint8)
+_EIGHT = torch.tensor(8, dtype=torch.int8)
 
 
 class Product:
@@ -34,6 +37,10 @@ class Product:
         """The product of a prepared x."""
         raise NotImplementedError
 
+    def multiply_wide(self, x: torch.Tensor) -> torch.Tensor:
+        """The product of a prepared x in float32, float32: for many tokens, where the weight's conversion is little."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, eq=False)
 class Plain(Product):
@@ -43,6 +50,9 @@ class Plain(Product):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.w)
+
+    def multiply_wide(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.w.float())
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +65,10 @@ class Blocked(Product):
         if len(x) < MANY:
             y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.w, None, "none", [], "")
             return y
-        return linear(x.float(), self.w.to_dense().float()).bfloat16()
+        return self.multiply_wide(x.float()).bfloat16()
+
+    def multiply_wide(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.w.to_dense().float())
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +82,10 @@ class Dequantized(Product):
         return round_activations(x, self.w.format.ue8m0) if self.w.format.kind == "fp8" else x.float()
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.w.dequantize()).to(self.dtype)
+        return self.multiply_wide(x).to(self.dtype)
+
+    def multiply_wide(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.w.dequantize())
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +98,10 @@ class Int8(Product):
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) < MANY:
             return torch._weight_int8pack_mm(x, self.codes, self.scales)
-        return linear(x.float(), self.codes.float()).mul_(self.scales).to(x.dtype)
+        return self.multiply_wide(x.float()).to(x.dtype)
+
+    def multiply_wide(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.codes.float()).mul_(self.scales)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,18 +119,25 @@ class Int4(Product):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] >= MANY and self.blocks:
-            return self._multiply_blocks(x, self.scales[..., 0])
-        return torch._weight_int4pack_mm_for_cpu(x.contiguous(), self.codes, self.group, self.scales)
+            return self.multiply_wide(x.float()).bfloat16()
+        return torch._weight_int4pack_mm_for_cpu(x.contiguous(), self.codes, self.group, self._kernel_scales())
 
     __call__ = multiply
 
-    def _multiply_blocks(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Dequantize in the packed order, so that nothing is transposed: [N/64, K, 64]. scales [K/G, N]."""
-        w = unpack_int4(self.codes).float().sub_(8.0)
-        blocks, columns, _ = w.shape
-        groups = w.view(blocks, columns // self.group, self.group, INT4_ROWS)
-        groups.mul_(scales.float().view(-1, blocks, 1, INT4_ROWS).transpose(0, 1))
-        return torch.matmul(x.float(), w).bfloat16().transpose(0, 1).reshape(len(x), -1)
+    def multiply_wide(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.blocks:
+            return self.multiply(x.bfloat16()).float()
+        w_KN = unpack_int4(self.codes).float()
+        w_KN.view(-1, self.group, w_KN.shape[1]).mul_(self._scales_by_group().float().unsqueeze(1))
+        return torch.mm(x, w_KN)
+
+    def _kernel_scales(self) -> torch.Tensor:
+        """[K/G, N, 2]"""
+        return self.scales
+
+    def _scales_by_group(self) -> torch.Tensor:
+        """[K/G, N]"""
+        return self.scales[..., 0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,12 +146,11 @@ class Int4Narrow(Int4):
     without them, and they are added for each call.
     """
 
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[0] >= MANY and self.blocks:
-            return self._multiply_blocks(x, self.scales)
-        return torch._weight_int4pack_mm_for_cpu(x.contiguous(), self.codes, self.group, _with_zeros(self.scales))
+    def _kernel_scales(self) -> torch.Tensor:
+        return _with_zeros(self.scales)
 
-    __call__ = multiply
+    def _scales_by_group(self) -> torch.Tensor:
+        return self.scales
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +162,9 @@ class Padded(Product):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         return self.product.multiply(x)[:, : self.rows]
+
+    def multiply_wide(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product.multiply_wide(x)[:, : self.rows]
 
 
 def bind_product(node: CpuNode, operands: str | tuple[str, ...], dtype: torch.dtype) -> Product:
@@ -201,13 +229,14 @@ def _with_zeros(scales: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
-    """Codes 0..15 as torch packs them with AVX-512: uint8 [N, K/2] -> uint8 [N/64, K, 64], 64 rows last.
+    """Weights as torch packs them with AVX-512, uint8 [N, K/2] -> int8 -8..7, [K, N].
 
-    A block holds [K, 32] bytes: the low nibble of byte i is row i's, the high one row i + 32's.
+    64 rows are a block of [K, 32] bytes: the low nibble of byte i is row i's, the high one row i + 32's; 8 is added.
     """
     rows, half = packed.shape
-    pairs = packed.view(rows // INT4_ROWS, half * 2, INT4_ROWS // 2)
-    return torch.cat((pairs & 15, pairs >> 4), -1)
+    bytes_ = packed.view(rows // INT4_ROWS, half * 2, INT4_ROWS // 2).transpose(0, 1)
+    codes = torch.cat((bytes_ & _FIFTEEN, bytes_ >> _FOUR), -1)
+    return codes.view(torch.int8).sub_(_EIGHT).view(half * 2, rows)
 
 
 @functools.cache
@@ -215,7 +244,7 @@ def _packs_in_blocks() -> bool:
     """Whether `unpack_int4` is right on this machine: torch's packing follows the width of its vectors."""
     codes = (torch.arange(2 * INT4_ROWS * 32, dtype=torch.int32) * 40503 // 128 % 16).view(-1, 32)
     unpacked = unpack_int4(torch._convert_weight_to_int4pack_for_cpu(codes, 1))
-    return torch.equal(unpacked.mT.reshape(codes.shape).int(), codes)
+    return torch.equal(unpacked.mT.int() + 8, codes)
 
 
 @functools.cache

@@ -5,13 +5,13 @@ Legend: T tokens, K experts per token, P their pairs, E experts, D hidden, F int
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
-from dsc.plugins.cpu_linear import Product, can_join, join_rows, make_product
+from dsc.plugins.cpu_linear import MANY, Product, can_join, join_rows, make_product
 from dsc.plugins.cpu_node import CASTS, CpuNode, Run, StepMemo
 from dsc.plugins.stored import StoredWeight
 from dsc.plugins.swiglu.cpu import swiglu
@@ -60,11 +60,9 @@ class Experts:
         if not experts:
             return x.new_zeros(x.shape, dtype=torch.float32)
         rows = [row for row in self._gate_up[0].prepare(x).chunk(tokens) for _ in range(chosen)]
-        hidden = [self._gate_up[expert].multiply(row) for expert, row in zip(experts, rows, strict=True)]
-        hidden_PF = swiglu(torch.cat(hidden))
-        inner = self._down[0].prepare(hidden_PF).split_with_sizes([1] * len(experts))
-        out = [self._down[expert].multiply(row) for expert, row in zip(experts, inner, strict=True)]
-        out_PD = torch.cat(out).float()
+        hidden_PF = swiglu(_apply(self._gate_up, experts, rows))
+        parts = self._down[0].prepare(hidden_PF).split_with_sizes([1] * len(experts))
+        out_PD = _apply(self._down, experts, parts).float()
         return torch.bmm(weights.unsqueeze(1), out_PD.view(tokens, chosen, x.shape[1])).squeeze(1)
 
     def _by_expert(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -78,12 +76,23 @@ class Experts:
         sizes = [starts[expert + 1] - starts[expert] for expert in hit]
         order_P = order_P[starts[0] :]
         tokens_P = order_P // ids.shape[1]
-        rows = self._gate_up[0].prepare(x).index_select(0, tokens_P).split_with_sizes(sizes)
-        hidden = [self._gate_up[expert].multiply(part) for expert, part in zip(hit, rows, strict=True)]
-        rows = self._down[0].prepare(swiglu(torch.cat(hidden))).split_with_sizes(sizes)
-        out = [self._down[expert].multiply(part) for expert, part in zip(hit, rows, strict=True)]
+        wide = len(order_P) >= MANY * len(hit)
+        prepared = self._gate_up[0].prepare(x)
+        rows = (prepared.float() if wide else prepared).index_select(0, tokens_P).split_with_sizes(sizes)
+        hidden_PF = swiglu(_apply(self._gate_up, hit, rows, wide))
+        rows = self._down[0].prepare(hidden_PF).split_with_sizes(sizes)
         weights_P = weights.flatten().index_select(0, order_P)
-        return y.index_add_(0, tokens_P, torch.cat(out).float().mul_(weights_P.unsqueeze(1)))
+        out_PD = _apply(self._down, hit, rows, wide).float()
+        return y.index_add_(0, tokens_P, out_PD.mul_(weights_P.unsqueeze(1)))
+
+
+def _apply(
+    products: list[Product], chosen: list[int], parts: Sequence[torch.Tensor], wide: bool = False
+) -> torch.Tensor:
+    """Each part through its product, one after the other."""
+    if wide:
+        return torch.cat([products[i].multiply_wide(part) for i, part in zip(chosen, parts, strict=True)])
+    return torch.cat([products[i].multiply(part) for i, part in zip(chosen, parts, strict=True)])
 
 
 def _bind_mlps(node: CpuNode, names: tuple[str, str, str], dtype: torch.dtype) -> tuple[list[Product], list[Product]]:
@@ -105,6 +114,9 @@ class Beside(Product):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([part(x) for part in self.parts], -1)
+
+    def multiply_wide(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part.multiply_wide(part.prepare(x)) for part in self.parts], -1)
 
 
 def pack_experts(*arguments: StoredWeight | torch.dtype) -> list[Product]:

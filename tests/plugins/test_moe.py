@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.cpu_op import IMPLEMENTATIONS, CpuOp
 from support.random_weights import random_weight
-from support.tolerances import check_rows
+from support.tolerances import check_rows, worst_row
 from torch.nn.functional import linear, silu
 
 from dsc.plugins.cpu_node import CpuNode, Packs
@@ -64,6 +64,17 @@ def test_packed_experts_equal_their_sentence(format_, count):
     weights, tokens = weights_of(format_), tokens_of(count, torch.bfloat16)
     got = CpuOp("cpu", "Moe", tokens | weights, {})()["y"]
     check_rows(got, written_out(tokens, weights).bfloat16(), "moe", "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("count", [1, 40, 600])
+def test_fp8_experts_round_what_enters_them(count, dtype):
+    weights, tokens = weights_of("fp8"), tokens_of(count, getattr(torch, dtype))
+    got, want = (CpuOp(implementation, "Moe", tokens | weights, {})()["y"] for implementation in ("cpu", "reference"))
+    check_rows(got, want, "moe", dtype)
+    values = {name: StoredWeight(parse_format("fp32"), w.dequantize()) for name, w in weights.items()}
+    unrounded = CpuOp("reference", "Moe", tokens | values, {})()["y"]
+    assert 0.01 < worst_row(want, unrounded) < 0.2
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
