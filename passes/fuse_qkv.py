@@ -17,7 +17,7 @@ from dsc.compiler.ir.graph import (
     weight,
     weight_class_of,
 )
-from dsc.compiler.ir.match import Match, Mismatch, attribute, match
+from dsc.compiler.ir.match import Match, Mismatch, attribute, describe, match
 from dsc.compiler.ir.pattern import ANY, Any, C, P, W
 from dsc.compiler.ir.readers import readers
 from dsc.compiler.ir.rewrite import Pass, Report
@@ -81,6 +81,10 @@ def _complete(graph: Graph, front: Front, begun: Match, report: Report) -> Match
     key, x = begun.matched[front.split].outputs[1], begun["x"]
     site = _continue(graph, front.k_rope, key, readers(key, "RotaryEmbedding"), begun, report, closed=False)
     if site is None:
+        return None
+    if site["positions"] is not graph.input("positions"):
+        got = describe(site["positions"])
+        report.decline(site.root, "the key is not rotated by the step's positions", "input positions", got)
         return None
     queries = [node for node in readers(x, "Gemm") if node is not begun.matched[front.kv_a]]
     if front.q.op != "Gemm":
