@@ -10,7 +10,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class Detokenizer:
-    """Decodes tokens one by one; the pieces put together equal `decode` of all tokens.
+    """Decodes tokens one by one; the pieces put together equal `whole_text` of all tokens.
 
     A piece waits while its end is an incomplete character, and is decoded together with the piece before it, since a
     token's text may depend on its left neighbour.
@@ -35,10 +35,15 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        """What was waiting, broken characters included."""
-        text = self._decode(self._window)[len(self._given) :] if self._window else ""
+        """What was waiting, without the beginning of a character that never came."""
+        text = whole_text(self._decode, self._window)[len(self._given) :] if self._window else ""
         self._window, self._read, self._given = [], 0, ""
         return text
+
+
+def whole_text(decode: Decode, token_ids: Sequence[int]) -> str:
+    """The text of tokens whose last may have been cut off within a character, which is left out."""
+    return decode(token_ids).rstrip(BROKEN)
 
 
 class StopStrings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
@@ -16,19 +16,19 @@ from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.backends import Backend, Runner, make_backend
 from dsc.runtime.batch import Batch, BatchBuilder
 from dsc.runtime.cache import LatentCache, choose_num_blocks
-from dsc.runtime.errors import DscError, nearest, raise_all
+from dsc.runtime.errors import DscError, nearest
 from dsc.runtime.loop import Loop
 from dsc.runtime.manifest import Manifest
 from dsc.runtime.model import CompiledModel
+from dsc.runtime.prompts import Prompt, PromptReader
 from dsc.runtime.proposer import MtpProposer
 from dsc.runtime.request import Output, Request
 from dsc.runtime.sampler import Sampler
 from dsc.runtime.sampling import SamplingOptions, SamplingParams, end_tokens, model_defaults
 from dsc.runtime.scheduler import Scheduler
 from dsc.runtime.spec import ModelSpec
-from dsc.runtime.tokenizer import Message, Tokenizer
-
-Prompt = str | Sequence[int] | Sequence[Message]
+from dsc.runtime.stream import Stream
+from dsc.runtime.tokenizer import Tokenizer
 
 
 def load(
@@ -64,13 +64,13 @@ class _Checking(threading.Thread):
     def __init__(self, folder: EngineFolder) -> None:
         super().__init__(daemon=True)
         self._folder = folder
-        self._fault: DscError | None = None
+        self._fault: BaseException | None = None
         self.start()
 
     def run(self) -> None:
         try:
             self._folder.verify_hashes()
-        except DscError as error:
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             self._fault = error
 
     def finish(self) -> None:
@@ -104,13 +104,22 @@ class Engine:
             for name, model in manifest.models.items()
             if "decode" in model.phases
         }
-        self._generation_config = self._read_generation_config()
-        self.defaults = model_defaults(self._generation_config)
-        self._ends = end_tokens(self._generation_config, self.spec.eos_token_ids)
+        generation_config = self._read_generation_config()
+        self.defaults = model_defaults(generation_config)
         self.cache = self._make_cache(cache_tokens)
         for model in self.models.values():
             model.set_caches(self.cache.tensors)
         self._loop = self._make_loop(prefix_reuse)
+        self._prompts = PromptReader(
+            tokenizer_dir=folder.tokenizer_dir,
+            tokenizer=lambda: self.tokenizer,
+            defaults=self.defaults,
+            ends=end_tokens(generation_config, self.spec.eos_token_ids),
+            vocab_size=self.spec.vocab_size,
+            context_tokens=manifest.limits.context_tokens,
+            cache_tokens=self.cache.capacity_tokens,
+            max_drafts=self.max_drafts,
+        )
 
     # -- what it is
 
@@ -170,11 +179,11 @@ class Engine:
         """Continue prompts, all together in as few steps as the limits allow.
 
         prompts  each a text, a list of token ids, or a conversation (dicts with role and content) through the chat template
-        params   for all prompts, or one per prompt; None: the model's defaults. `options` change them by name
+        params   for all prompts (a seed too), or one per prompt; None: the model's defaults. `options` change them by name
         returns  outputs in the order of the prompts
         raises   DscError before any work, naming each prompt that cannot be served
         """
-        requests = self._requests(prompts, params, options)
+        requests = self._prompts.requests(prompts, params, options)
         for request in requests:
             self._loop.submit(request)
         try:
@@ -190,7 +199,7 @@ class Engine:
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[SamplingOptions]
     ) -> Stream:
         """Continue one prompt; iterate over the result for the text as it comes. Raises DscError as `generate` does."""
-        (request,) = self._requests([prompt], params, options, streamed=True)
+        (request,) = self._prompts.requests([prompt], params, options, streamed=True)
         if request.decode is None:
             raise DscError("the engine has no tokenizer, so there is no text to stream", try_="generate, for token ids")
         return Stream(self._loop, request)
@@ -204,7 +213,7 @@ class Engine:
         if not self.max_drafts:
             raise DscError("the engine has no MTP model that drafts", wanted="mtp: {enabled: true, drafts: 1}")
         params = SamplingParams(temperature=0.0, drafts=count, max_tokens=count + 2, ignore_eos=True)
-        requests = self._requests(prompts, params, {})
+        requests = self._prompts.requests(prompts, params, {})
         for request in requests:
             self._loop.submit(request)
         found = []
@@ -244,73 +253,6 @@ class Engine:
             self._loop.cancel(request)
         self._loop.settle()
 
-    def _requests(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        options: Any,
-        streamed: bool = False,
-    ) -> list[Request]:
-        """Check everything before any work; faults of all prompts are told at once."""
-        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | Mapping)):
-            raise DscError("prompts is one prompt", wanted="a list of prompts", try_="[prompt]")
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or self.defaults] * len(prompts)
-        if len(params) != len(prompts):
-            raise DscError("not one set of parameters per prompt", wanted=str(len(prompts)), got=str(len(params)))
-        checked = [p.with_options(options) for p in params]
-        requests, faults = [], []
-        for index, (prompt, one) in enumerate(zip(prompts, checked, strict=True)):
-            try:
-                one.check(self.spec.vocab_size, self.max_drafts)
-                requests.append(self._request(prompt, one, streamed))
-            except DscError as error:
-                faults.append(DscError(error.what, where=f"prompt {index}", details=error.details,
-                                       wanted=error.wanted, got=error.got, try_=error.try_))  # fmt: skip
-        raise_all("prompts", faults)
-        return requests
-
-    def _request(self, prompt: Prompt, params: SamplingParams, streamed: bool) -> Request:
-        tokens = self._encode(prompt)
-        context = min(self.manifest.limits.context_tokens, self.cache.capacity_tokens)
-        if not tokens:
-            raise DscError("the prompt is empty", wanted="at least one token")
-        for token in tokens:
-            if not isinstance(token, int) or not 0 <= token < self.spec.vocab_size:
-                raise DscError("a token id is out of range", wanted=f"0 to {self.spec.vocab_size - 1}", got=repr(token))
-        if len(tokens) >= context:
-            what = "the engine's context" if context == self.manifest.limits.context_tokens else "the cache"
-            raise DscError(
-                f"the prompt is longer than {what}",
-                wanted=f"up to {context - 1} tokens, to leave room for one more",
-                got=f"{len(tokens)} tokens",
-            )
-        room = context - len(tokens)
-        decode = self._decode
-        if decode is None and params.stop:
-            raise DscError("stop strings need a tokenizer, and the engine has none", try_="stop_token_ids")
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._ends)
-        return Request(
-            prompt=tokens,
-            params=params,
-            max_new=room if params.max_tokens is None else min(params.max_tokens, room),
-            ends=ends,
-            decode=decode,
-            max_drafts=self.max_drafts if params.drafts is None else params.drafts,
-            streamed=streamed,
-        )
-
-    def _encode(self, prompt: Prompt) -> Sequence[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt) if prompt else []
-        if len(prompt) and isinstance(prompt[0], Mapping):
-            return self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
-        return list(prompt)  # type: ignore[arg-type]
-
-    @cached_property
-    def _decode(self) -> Any:
-        return self.tokenizer.decode if (self._folder.tokenizer_dir / "tokenizer.json").is_file() else None
-
     def _read_generation_config(self) -> dict[str, Any]:
         path = self._folder.tokenizer_dir / "generation_config.json"
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
@@ -342,43 +284,3 @@ class Engine:
             scheduler=Scheduler(self.cache.pool, block_tokens, limits.batch_tokens, limits.sequences, prefix_reuse),
             builder=BatchBuilder(limits.batch_tokens, limits.sequences, block_tokens),
         )
-
-
-class Stream:
-    """The text of one request as it comes: pieces of whole characters, never the beginning of a stop string.
-
-    `output` is there once it ended; `close` (or dropping the stream) lets the request go.
-    """
-
-    def __init__(self, loop: Loop, request: Request) -> None:
-        self._loop, self._request = loop, request
-        self._given = 0
-        loop.submit(request)
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        while True:
-            if self._given < len(self._request.pieces):
-                self._given += 1
-                return self._request.pieces[self._given - 1]
-            if self._request.finished:
-                if self._request.error:
-                    raise DscError(self._request.error)
-                raise StopIteration
-            self._loop.drive(self._request)
-
-    @property
-    def output(self) -> Output:
-        """The whole result of a stream that ended. Raises DscError before that."""
-        if not self._request.finished:
-            raise DscError("the stream has not ended", try_="iterate over it, or close it")
-        return self._request.output()
-
-    def close(self) -> None:
-        """Stop generating."""
-        self._loop.cancel(self._request)
-
-    def __del__(self) -> None:
-        self.close()

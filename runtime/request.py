@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dsc.runtime.detokenizer import Decode, Detokenizer, StopStrings
+from dsc.runtime.detokenizer import Decode, Detokenizer, StopStrings, whole_text
 from dsc.runtime.penalties import Penalties
 from dsc.runtime.sampling import SEED_END, SamplingParams
 
@@ -25,7 +25,8 @@ class Output:
     """What one request gave.
 
     token_ids      generated tokens, the one that ended the text included
-    text           their text without special tokens, the end token and the stop string; "" if the engine has no tokenizer
+    text           their text without special tokens, the end token, the stop string and a last character that is not whole;
+                   "" if the engine has no tokenizer
     finish_reason  "stop" (end token or stop string, which `stop_reason` names), "length", "error" or "cancelled"
     logprobs       one entry a token, None unless asked for
     error          why finish_reason is "error"
@@ -144,7 +145,7 @@ class Request:
         if self._detokenizer is not None or self.decode is None:
             return "".join(self.pieces)
         end = len(self.tokens) - isinstance(self.stop_reason, int)
-        return self.decode(self.tokens[len(self.prompt) : end])
+        return whole_text(self.decode, self.tokens[len(self.prompt) : end])
 
     def output(self) -> Output:
         """The result of a finished request."""

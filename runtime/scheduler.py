@@ -74,7 +74,7 @@ class Scheduler:
                 budget -= count + len(request.drafts)
                 if request.max_drafts > 1:
                     # Drafts of drafts lie behind the tokens of this step; without blocks for them fewer are drafted.
-                    self._take(request, tokens + request.draft_room())
+                    self._take(request, min(tokens + request.draft_room(), len(request.prompt) + request.max_new))
         while budget > 0 and self.waiting and len(self.running) < self._sequences and self._admit(self.waiting[0]):
             request = self.waiting.popleft()
             self.running.append(request)

@@ -203,10 +203,16 @@ def test_faults_of_prompts_are_told_together_before_any_work(wint4):
     [
         ("one prompt", {}, r"prompts is one prompt\n  wanted  a list of prompts\n  try     \[prompt\]"),
         ([1, 2, 3], {}, "prompts is one prompt"),
-        (["a"], {"temperature": -1}, "prompt 0: temperature is out of its range"),
+        (["a"], {"temperature": -1}, "^temperature is out of its range"),
         (["a"], {"max_token": 3}, "unknown sampling parameter max_token"),
-        (["a"], {"drafts": 2}, "prompt 0: drafts is out of its range"),
-        (["a"], {"stop_token_ids": [2048]}, "prompt 0: stop_token_ids is out of its range"),
+        (["a"], {"drafts": 2}, "^drafts is out of its range"),
+        (["a"], {"stop_token_ids": [2048]}, "^stop_token_ids is out of its range"),
+        ([3.5], {}, "prompt 0: a prompt of another kind"),
+        (
+            ["a"],
+            {"params": [SamplingParams(top_p=2, min_p=2)]},
+            "prompts: 2 faults\nprompt 0: top_p .*[^$]*\nprompt 0: min_p",
+        ),
         (["a"], {"params": []}, "not one set of parameters per prompt"),
     ],
 )

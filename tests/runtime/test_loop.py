@@ -59,7 +59,9 @@ def test_wrong_drafts_are_refused_and_counted():
 
 def test_requests_with_and_without_drafts_share_steps():
     engine = ToyEngine(drafts=2, wrong_every=3)
-    requests = [engine.request(p, ignore_eos=True, drafts=d) for p, d in zip(PROMPTS * 2, [0, 2, 1, 0, 2] * 2, strict=True)]
+    requests = [
+        engine.request(p, ignore_eos=True, drafts=d) for p, d in zip(PROMPTS * 2, [0, 2, 1, 0, 2] * 2, strict=True)
+    ]
     for request in engine.run(requests):
         assert request.tokens[len(request.prompt) :] == greedy_text(request.prompt, 12)
         assert (request.drafted > 0) == (request.max_drafts > 0)
