@@ -8,6 +8,15 @@ if TESTS not in sys.path:
     sys.path.insert(0, TESTS)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--soak", action="store_true", help="also the long runs of tests/soak")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out tests/soak unless asked for; None is no opinion."""
+    return True if collection_path.name == "soak" and not config.getoption("--soak") else None
+
+
 def pytest_configure(config):
     """Markers of tests that do not run everywhere."""
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU of compute capability 9.0; `make test-gpu` runs these")
