@@ -81,6 +81,14 @@ def test_little_cache_changes_nothing(fp32_folder, one_by_one):
     assert small.cache.pool.num_free == small.cache.pool.num_blocks
 
 
+def test_what_the_cache_held_before_is_never_read(fp32_folder, one_by_one):
+    """Blocks full of NaN, as a failed request may leave them behind."""
+    engine = runtime.load(fp32_folder, cache_tokens=2048)
+    for tensor in engine.cache.tensors.values():
+        tensor.fill_(0xFF)
+    same_until_near(one_by_one, greedy(engine, PROMPTS))
+
+
 def test_prompts_longer_than_a_step_are_computed_in_pieces(fp32):
     text = (PROMPTS[2] + PROMPTS[1]) * 60
     tokens = fp32.tokenizer.encode(text)[:1200]
