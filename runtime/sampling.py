@@ -44,7 +44,8 @@ class SamplingParams:
     presence_penalty    taken from the logit of each token generated so far, frequency_penalty times its count
     repetition_penalty  divides positive and multiplies negative logits of tokens in the prompt or generated (CTRL)
     logit_bias          token id -> added to its logit
-    seed                None: drawn for the request. One seed gives one text, whatever else is in the batch
+    seed                None: drawn for the request. Randomness depends on seed and position alone, never on the batch;
+                        but bfloat16 logits are rounded otherwise in another batch, and then a near tie may turn
     stop                strings that end the text; they are not part of it
     stop_token_ids      tokens that end it besides the model's end-of-text, which ignore_eos turns off
     min_tokens          before so many nothing but max_tokens ends it
