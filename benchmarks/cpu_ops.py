@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -21,7 +22,7 @@ from dsc.plugins.cpu_node import CpuNode, StepMemo
 from dsc.plugins.formats import parse_format
 from dsc.plugins.moe import cpu as moe
 from dsc.plugins.router import cpu as router
-from dsc.plugins.schema import Type
+from dsc.plugins.schema import Attribute, Type
 from dsc.plugins.stored import StoredWeight, unpack_nibbles
 
 BF16 = torch.bfloat16
@@ -44,20 +45,25 @@ def microseconds(call: Timed, budget_s: float = 0.05) -> float:
 
 
 def random_weight(format_: str, *shape: int) -> StoredWeight:
-    """Random codes and scales."""
+    """Random codes; scales such that values are about 1 / sqrt(K), as a model's: larger ones end in subnormal products."""
     kind = parse_format(format_)
-    parts = {name: torch.rand(size).mul_(2).sub_(1) for name, (_, size) in kind.parts(shape).items()}
-    dtypes = {name: getattr(torch, dtype) for name, (dtype, _) in kind.parts(shape).items()}
-    spread = 1.0 if dtypes["data"].is_floating_point else 127.0
-    return StoredWeight(
-        kind, (parts.pop("data") * spread).to(dtypes["data"]), *(s.to(dtypes["scales"]) for s in parts.values())
-    )
+    spread = shape[-1] ** -0.5
+    (dtype, size), largest = kind.parts(shape)["data"], {"wint8": 127, "wint4": 8}.get(kind.kind, 1)
+    data = torch.rand(size).mul_(2).sub_(1)
+    if not kind.quantized:
+        return StoredWeight(kind, (data * spread).to(getattr(torch, dtype)))
+    if kind.kind == "fp8":
+        codes = data.to(torch.float8_e4m3fn)
+    else:
+        codes = torch.randint(-127, 128, size, dtype=torch.int8).view(getattr(torch, dtype))
+    dtype, size = kind.parts(shape)["scales"]
+    return StoredWeight(kind, codes, torch.full(size, spread / largest, dtype=getattr(torch, dtype)))
 
 
 def wint4(rows: int, columns: int, x: torch.Tensor) -> Iterator[tuple[str, Timed]]:
     for group in (32, 64, 128):
         product = make_product(random_weight(f"wint4:{group}", rows, columns), BF16)
-        yield f"* Int4, groups of {group}", lambda product=product: product(x)
+        yield f"* Int4, groups of {group}", partial(product, x)
     w = random_weight("wint4:128", rows, columns)
     assert w.scales is not None
     codes = torch._convert_weight_to_int4pack_for_cpu(unpack_nibbles(w.data).int() + 8, 1)
@@ -84,8 +90,7 @@ def fp8(rows: int, columns: int, x: torch.Tensor) -> Iterator[tuple[str, Timed]]
     product, codes, one = make_product(w, BF16), x.to(torch.float8_e4m3fn), torch.ones(1)
     yield "* Dequantized (activations rounded 1x128)", lambda: product(x)
     yield "torch's own cast to float32, alone", lambda: w.data.float()
-    scaled = {"scale_a": one, "scale_b": one, "out_dtype": BF16}
-    yield "_scaled_mm (one scale for all)", lambda: torch._scaled_mm(codes, w.data.mT, **scaled)
+    yield "_scaled_mm (one scale for all)", lambda: torch._scaled_mm(codes, w.data.mT, one, one, out_dtype=BF16)
 
 
 def bf16(rows: int, columns: int, x: torch.Tensor) -> Iterator[tuple[str, Timed]]:
@@ -112,9 +117,16 @@ def moe_node(
 
 def router_node(tokens: int, experts: int = 16, hidden: int = 256) -> Timed:
     """tiny-r1's Router node."""
-    attributes = {"top_k": 4, "groups": 4, "topk_groups": 2, "scoring": "sigmoid", "group_score": "top2_sum"}
+    attributes: dict[str, Attribute] = {
+        "top_k": 4,
+        "groups": 4,
+        "topk_groups": 2,
+        "scoring": "sigmoid",
+        "group_score": "top2_sum",
+    }
+    attributes |= {"normalize": 1, "scale": 2.5}
     constants = {"w": torch.randn(experts, hidden), "bias": torch.rand(experts)}
-    run = router.bind(CpuNode("router", "Router", attributes | {"normalize": 1, "scale": 2.5}, constants=constants))
+    run = router.bind(CpuNode("router", "Router", attributes, constants=constants))
     x, slots, step = torch.randn(tokens, hidden).to(BF16), torch.arange(tokens, dtype=torch.int32), StepMemo()
     return lambda: run(step, x, slots)
 

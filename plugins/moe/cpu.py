@@ -5,7 +5,7 @@ Legend: T tokens, K experts per token, P their pairs, E experts, D hidden, F int
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -76,22 +76,29 @@ class Experts:
         sizes = [starts[expert + 1] - starts[expert] for expert in hit]
         order_P = order_P[starts[0] :]
         tokens_P = order_P // ids.shape[1]
-        wide = len(order_P) >= MANY * len(hit)
+        weights_P1 = weights.flatten().index_select(0, order_P).unsqueeze(1)
         prepared = self._gate_up[0].prepare(x)
-        rows = (prepared.float() if wide else prepared).index_select(0, tokens_P).split_with_sizes(sizes)
-        hidden_PF = swiglu(_apply(self._gate_up, hit, rows, wide))
-        rows = self._down[0].prepare(hidden_PF).split_with_sizes(sizes)
-        weights_P = weights.flatten().index_select(0, order_P)
-        out_PD = _apply(self._down, hit, rows, wide).float()
-        return y.index_add_(0, tokens_P, out_PD.mul_(weights_P.unsqueeze(1)))
+        if len(order_P) >= MANY * len(hit):
+            parts = zip(hit, tokens_P.split_with_sizes(sizes), weights_P1.split_with_sizes(sizes), strict=True)
+            return self._add_wide(y, prepared.float(), parts)
+        hidden_PF = swiglu(_apply(self._gate_up, hit, prepared.index_select(0, tokens_P).split_with_sizes(sizes)))
+        out_PD = _apply(self._down, hit, self._down[0].prepare(hidden_PF).split_with_sizes(sizes)).float()
+        return y.index_add_(0, tokens_P, out_PD.mul_(weights_P1))
+
+    def _add_wide(
+        self, y: torch.Tensor, prepared: torch.Tensor, parts: Iterable[tuple[int, torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
+        """Expert by expert in float32, so that no intermediate outgrows the cache. Parts: expert, tokens, weights."""
+        for expert, tokens_P, weights_P1 in parts:
+            gate_up, down = self._gate_up[expert], self._down[expert]
+            hidden_PF = swiglu(gate_up.multiply_wide(prepared.index_select(0, tokens_P)))
+            out_PD = down.multiply_wide(down.prepare(hidden_PF).float())
+            y.index_add_(0, tokens_P, out_PD.mul_(weights_P1))
+        return y
 
 
-def _apply(
-    products: list[Product], chosen: list[int], parts: Sequence[torch.Tensor], wide: bool = False
-) -> torch.Tensor:
+def _apply(products: list[Product], chosen: list[int], parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Each part through its product, one after the other."""
-    if wide:
-        return torch.cat([products[i].multiply_wide(part) for i, part in zip(chosen, parts, strict=True)])
     return torch.cat([products[i].multiply(part) for i, part in zip(chosen, parts, strict=True)])
 
 
