@@ -16,7 +16,6 @@ import triton.language as tl
 from dsc.plugins.formats import Format
 from dsc.plugins.gpu_node import Arch, Typed
 
-FP8_BLOCK = tl.constexpr(128)
 # Triton's interpreter runs no inline assembly: the same values by plain operations.
 ASSEMBLY = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") != "1")
 
@@ -84,8 +83,8 @@ def decode_nibbles(codes, MATH: tl.constexpr):
     else:
         wide = codes.to(tl.int32)
         dtype: tl.constexpr = tl.bfloat16 if MATH == "bf16" else tl.float32
-        low, high = (((wide & 15) ^ 8) - 8).to(dtype), ((wide >> 4) ^ 8).to(dtype) - 8.0
-        high = high.to(dtype)
+        low, high = ((wide & 15) ^ 8) - 8, ((wide >> 4) ^ 8) - 8
+        low, high = low.to(tl.float32).to(dtype), high.to(tl.float32).to(dtype)
     return low, high
 
 
@@ -95,7 +94,7 @@ def decode_bytes(codes, MATH: tl.constexpr):
     if MATH == "bf16" and ASSEMBLY:
         return tl.inline_asm_elementwise(_BYTES, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
-        return codes.to(tl.bfloat16 if MATH == "bf16" else tl.float32)
+        return codes.to(tl.float32).to(tl.bfloat16 if MATH == "bf16" else tl.float32)
 
 
 @triton.jit
@@ -274,17 +273,17 @@ def _product_fp8(
 ):
     """Every 128 of k: codes times codes, then both scales into the float32 sums."""
     sums = _zeros(x_rows, w_rows, SWAP)
-    EVEN: tl.constexpr = K % FP8_BLOCK == 0
-    BLOCKS: tl.constexpr = (K + FP8_BLOCK - 1) // FP8_BLOCK
-    w_block = w_scales + (w_rows // FP8_BLOCK) * BLOCKS
-    first = begin // FP8_BLOCK
+    EVEN: tl.constexpr = K % 128 == 0
+    BLOCKS: tl.constexpr = (K + 128 - 1) // 128
+    w_block = w_scales + (w_rows // 128) * BLOCKS
+    first = begin // 128
     w_scale = tl.load(w_block + first)
     x_scale = tl.load(x_scales + first.to(tl.int64) * x_scales_step + x_rows, x_inside, 0.0)
-    for k0 in range(begin, end, FP8_BLOCK):
-        block = tl.minimum(k0 // FP8_BLOCK + 1, BLOCKS - 1)
+    for k0 in range(begin, end, 128):
+        block = tl.minimum(k0 // 128 + 1, BLOCKS - 1)
         w_ahead = tl.load(w_block + block)
         x_ahead = tl.load(x_scales + block.to(tl.int64) * x_scales_step + x_rows, x_inside, 0.0)
-        k = k0 + tl.arange(0, FP8_BLOCK)
+        k = k0 + tl.arange(0, 128)
         xs = _load(x, x_rows, x_inside, k, K, K, not SWAP, EVEN)
         ws = _load_weight(w, w_rows, k, K, K, SWAP, EVEN)
         if MATH == "bf16":
@@ -334,8 +333,8 @@ def _product_fp32(
             xs = _load(x, x_rows, x_inside, k, K, K, not SWAP, EVEN)
             ws = _load_weight(w, w_rows, k, K, K, SWAP, EVEN)
             if KIND == "fp8":
-                block = k0 // FP8_BLOCK
-                w_scale = tl.load(w_scales + (w_rows // FP8_BLOCK) * ((K + FP8_BLOCK - 1) // FP8_BLOCK) + block)
+                block = k0 // 128
+                w_scale = tl.load(w_scales + (w_rows // 128) * ((K + 128 - 1) // 128) + block)
                 x_scale = tl.load(x_scales + block.to(tl.int64) * x_scales_step + x_rows, x_inside, 0.0)
                 xs = decode_e4m3(xs, "fp32") * (x_scale[None, :] if SWAP else x_scale[:, None])
                 ws = decode_e4m3(ws, "fp32") * (w_scale[:, None] if SWAP else w_scale[None, :])
@@ -344,6 +343,25 @@ def _product_fp32(
         scales = tl.load(w_scales + w_rows).to(tl.float32)
         sums *= scales[:, None] if SWAP else scales[None, :]
     return sums
+
+
+@triton.jit
+def prefetch_rows(w, rows, begin, K: tl.constexpr, KIND: tl.constexpr, BYTES: tl.constexpr):
+    """Fetch `BYTES` of every row from column `begin` on into the L2: before a kernel may read what its predecessor writes."""
+    if KIND == "wint4":
+        PITCH: tl.constexpr = K // 2
+        first = begin // 2
+    elif KIND == "bf16":
+        PITCH: tl.constexpr = 2 * K
+        first = begin * 2
+    else:
+        PITCH: tl.constexpr = K
+        first = begin
+    at = tl.minimum(first + tl.arange(0, BYTES // 128) * 128, PITCH - 1)
+    address = w.to(tl.int64, bitcast=True) + rows.to(tl.int64)[:, None] * PITCH + at[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 def math_of(format_: Format, activations: str, arch: Arch) -> str:
