@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,38 @@ from dsc.compiler.hub import find_model
 from dsc.compiler.importer.model import import_main, import_mtp
 from dsc.compiler.ir.graph import Graph
 from dsc.compiler.ir.verify import verify
-from dsc.compiler.ledger import make_ledger
+from dsc.compiler.ledger import Ledger, make_ledger
 from dsc.compiler.lower import lower
 from dsc.compiler.phases import StepLimits, phase_graphs, sample_graph
 from dsc.compiler.pipeline import PipelineReport, check_final, run_passes
 from dsc.compiler.progress import Progress
-from dsc.compiler.recipe import Recipe
+from dsc.compiler.random_checkpoint import RandomCheckpoint, describe
+from dsc.compiler.recipe import Mtp, Recipe
 from dsc.compiler.staging import Staging
 from dsc.compiler.targets import Target, make_target
 from dsc.runtime.errors import DscError, raise_all
 from dsc.runtime.spec import ModelSpec
+
+AnyCheckpoint = Checkpoint | RandomCheckpoint
+
+
+@dataclass(frozen=True)
+class RandomWeights:
+    """What `dsc compile --weights random` asks for.
+
+    layers  decoder layers to keep, None for all
+    mtp     keep the MTP layer of a slice, which otherwise goes: it would be a large part of it
+    """
+
+    layers: int | None = None
+    mtp: bool = False
+
+    def apply(self, model: str, recipe: Recipe) -> tuple[RandomCheckpoint, Recipe]:
+        """Random weights of a model's shape, and the recipe of their engine, under a name and a model that tell."""
+        mtp = recipe.mtp if self.mtp or self.layers is None else Mtp(enabled=False, drafts=0)
+        checkpoint = RandomCheckpoint.open(model, layers=self.layers, mtp=mtp.enabled)
+        told = f"random weights, {describe(checkpoint.spec)}"
+        return checkpoint, replace(recipe, name=f"{recipe.name}-random", model=told, mtp=mtp)
 
 
 @dataclass(frozen=True)
@@ -48,8 +70,8 @@ class Built:
         lines = [f"note: {note}" for note in self.notes]
         found, expected = (sum(numbers[i] for numbers in self.fusions.values()) for i in (0, 1))
         lines.append(f"{found} of {expected} fusion sites in {len(self.fusions)} passes")
-        ratio = f"{self.weight_bytes / 1e6:,.1f} MB of weights from {self.source_bytes / 1e6:,.1f} MB"
-        lines.append(f"{ratio} in {self.seconds:.1f} s")
+        source = f" from {self.source_bytes / 1e6:,.1f} MB" if self.source_bytes else ""
+        lines.append(f"{self.weight_bytes / 1e6:,.1f} MB of weights{source} in {self.seconds:.1f} s")
         lines.append(f"{self.folder}    look into it: dsc inspect {self.folder}")
         return "\n".join(lines)
 
@@ -61,6 +83,7 @@ def compile_engine(
     output: Path | None = None,
     dump: Path | None = None,
     download: bool = False,
+    random: RandomWeights | None = None,
     progress: Progress | None = None,
 ) -> Built:
     """Build an engine.
@@ -68,19 +91,25 @@ def compile_engine(
     model     checkpoint folder or Hugging Face name instead of the recipe's; `download` fetches what is not here
     output    the engine's folder, default ./<recipe>.engine
     dump      folder for the graphs' text after each pass that changed them
+    random    weights made up instead of read: of the model only config.json is needed
     raises    DscError for every user's mistake; nothing half-written stands at `output` then
     """
     begin = time.monotonic()
     progress = progress or Progress(quiet=True)
     target = check_buildable(recipe)
-    folder = find_model(model or recipe.model, fetch=download)
-    spec = read_config(folder)
-    checkpoint = Checkpoint.open(folder, spec, mtp=recipe.mtp.enabled)
+    checkpoint: AnyCheckpoint
+    if random is not None:
+        checkpoint, recipe = random.apply(model or recipe.model, recipe)
+    else:
+        folder = find_model(model or recipe.model, fetch=download)
+        checkpoint = Checkpoint.open(folder, read_config(folder), mtp=recipe.mtp.enabled)
     _check_fit(recipe, checkpoint.spec)
     progress.step("graphs")
     graphs, report = make_graphs(recipe, checkpoint, dump)
     weights = gather(graphs)
     ledger = make_ledger(checkpoint, {name: values.expression for name, values in weights.items()})
+    if random is not None:
+        ledger = Ledger(())  # it balanced; of tensors that never were there is nothing to report
     progress.step("kernels")
     target.prepare([lower(graph, onnx_sha256="") for graph in graphs])
     total = weight_bytes(graphs)
@@ -90,20 +119,21 @@ def compile_engine(
             weights,
             checkpoint.read,
             stage.folder,
-            position=lambda name: (checkpoint.info(name).file.name, checkpoint.info(name).offset),
+            position=checkpoint.position,
+            store=checkpoint.store,
             threads=os.cpu_count() or 1,
             advance=progress.advance,
         )
         place(graphs, emission.placements)
         progress.step("engine")
-        contents = EngineContents(checkpoint.spec, recipe, graphs, emission, report, ledger, folder)
+        contents = EngineContents(checkpoint.spec, recipe, graphs, emission, report, ledger, checkpoint.folder)
         write_engine(stage.folder, contents, target)
         stage.commit()
     sizes = checkpoint.files()
     return Built(stage.target, sum(sizes.values()), total, time.monotonic() - begin, _fusions(report), checkpoint.notes)
 
 
-def make_graphs(recipe: Recipe, checkpoint: Checkpoint, dump: Path | None) -> tuple[list[Graph], PipelineReport]:
+def make_graphs(recipe: Recipe, checkpoint: AnyCheckpoint, dump: Path | None) -> tuple[list[Graph], PipelineReport]:
     """The final graphs in the order main, mtp, sample, and what the passes did."""
     limits = step_limits(recipe)
     context = recipe.limits.context_tokens

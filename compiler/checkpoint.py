@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from dsc.compiler.ir.weight import Source
+from dsc.compiler.ir.simplify import simplify
+from dsc.compiler.ir.weight import Expression, Source
 from dsc.compiler.safetensors_file import TensorInfo
 from dsc.compiler.shards import Shards, find_shards, tensor_lines
 from dsc.compiler.tensor_names import Expected, expected_tensors, mtp_tensors
@@ -68,6 +69,14 @@ class Checkpoint:
         """A tensor as a leaf of a weight expression."""
         info = self._tensors[name]
         return Source(name, info.dtype, info.shape)
+
+    def position(self, name: str) -> tuple[str, int]:
+        """Where a tensor lies: sorts as the bytes do."""
+        return self._tensors[name].file.name, self._tensors[name].offset
+
+    def store(self, name: str, expression: Expression) -> Expression:
+        """What is emitted for a stored tensor."""
+        return simplify(expression)
 
     def files(self) -> dict[str, int]:
         """Every shard's name and bytes."""

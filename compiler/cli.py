@@ -47,6 +47,15 @@ def main() -> None:
 @click.option(
     "--download", is_flag=True, help="Fetch the checkpoint from Hugging Face when it is not here (resumable)."
 )
+@click.option(
+    "--weights",
+    type=click.Choice(["checkpoint", "random"]),
+    default="checkpoint",
+    show_default=True,
+    help="random: made up, from config.json alone, for plans and benchmarks.",
+)
+@click.option("--layers", type=int, help="Random weights: keep this many decoder layers, dense ones first.")
+@click.option("--mtp", is_flag=True, help="Random weights: keep the MTP layer of a model cut by --layers.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was built as JSON.")
 def compile_(
     recipe: str,
@@ -56,16 +65,24 @@ def compile_(
     ranks: int | None,
     dump: Path | None,
     download: bool,
+    weights: str,
+    layers: int | None,
+    mtp: bool,
     as_json: bool,
 ) -> None:
     """Build an engine from a checkpoint."""
-    from dsc.compiler.build import compile_engine
+    from dsc.compiler.build import RandomWeights, compile_engine
     from dsc.compiler.progress import Progress
     from dsc.compiler.recipe import load_recipe
 
+    random = RandomWeights(layers, mtp) if weights == "random" else None
+    if random is None and (layers is not None or mtp):
+        raise DscError("--layers and --mtp cut a model of random weights", try_="--weights random")
     loaded = load_recipe(recipe).override(target, ranks)
     with Progress(quiet=as_json) as progress:
-        built = compile_engine(loaded, model=model, output=output, dump=dump, download=download, progress=progress)
+        built = compile_engine(
+            loaded, model=model, output=output, dump=dump, download=download, random=random, progress=progress
+        )
     click.echo(json.dumps(built.to_json(), indent=2) if as_json else built.text())
 
 

@@ -48,13 +48,14 @@ IGNORABLE = (
 )  # fmt: skip
 
 
-def read_config(folder: Path) -> ModelSpec:
+def read_config(folder: Path, name: str = "config.json") -> ModelSpec:
     """The spec of the checkpoint in `folder`, from its config.json and the stop tokens of generation_config.json.
 
+    name  of the file, where it is another
     num_mtp_layers is what config.json declares; `Checkpoint.open` compares it with the tensors.
     Raises DscError, one line for each fault of the file.
     """
-    path = folder / "config.json"
+    path = folder / name
     data = _read_object(path)
     config = JsonFields(data, str(path), [])
     architecture, family = _dispatch(config, data, str(path))

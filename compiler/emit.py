@@ -28,6 +28,7 @@ from dsc.runtime.errors import DscError
 FILE_BYTES_MAX = 4 << 30
 THREADS_MAX = 8  # each holds a piece, of up to 64 MiB in float32, and what is made of it
 Position = Callable[[str], Any]  # where a source tensor lies: values that sort as the bytes do
+Store = Callable[[str, Expression], Expression]
 NAN_CODE = 0x7F  # of float8_e4m3fn, without its sign
 
 
@@ -88,6 +89,7 @@ def emit(
     folder: Path,
     *,
     position: Position | None = None,
+    store: Store = lambda name, expression: simplify(expression),
     file_bytes_max: int = FILE_BYTES_MAX,
     prefix: str = "weights/rank0",
     threads: int = 1,
@@ -98,6 +100,7 @@ def emit(
     read      source tensors, see `evaluate`
     threads   at most THREADS_MAX are used
     position  without it, sources lie in the order of their first use
+    store     what is evaluated for a stored tensor, by its name and its weight's expression
     advance   is told the bytes of each piece as it is written
     raises    DscError naming a weight that holds NaN or infinity; OSError
     """
@@ -105,7 +108,7 @@ def emit(
     groups = _groups(weights)
     bases = sorted(groups, key=lambda base: (_first(weights[groups[base][0]].expression, position), base))
     names = [name for base in bases for name in groups[base]]
-    stored = {name: simplify(weights[name].expression) for name in names}
+    stored = {name: store(name, weights[name].expression) for name in names}
     layouts = lay_out([(name, stored[name].dtype, stored[name].shape) for name in names], prefix, file_bytes_max)
     jobs = [job for base in bases for job in _jobs(base, {name: stored[name] for name in groups[base]}, weights)]
     jobs.sort(key=lambda job: _first(job.segment, position))

@@ -10,6 +10,7 @@ import torch
 
 from dsc.compiler.checkpoint import DROPPED_COPY, DROPPED_TIED, MTP_OFF, Checkpoint, nearest_tensor
 from dsc.compiler.ir.weight import Cast, Dequantize, Expression, Quantize, Source
+from dsc.compiler.random_checkpoint import RandomCheckpoint
 from dsc.compiler.shards import tensor_lines
 from dsc.runtime.errors import DscError, raise_all
 
@@ -55,7 +56,7 @@ class Ledger:
         return data
 
 
-def make_ledger(checkpoint: Checkpoint, weights: Mapping[str, Expression]) -> Ledger:
+def make_ledger(checkpoint: Checkpoint | RandomCheckpoint, weights: Mapping[str, Expression]) -> Ledger:
     """The ledger of an engine whose weights are these expressions, over all graphs (before or after quantizing).
 
     raises  DscError for a tensor that no graph reads and no rule drops, for a read of a tensor that is not stored, and
@@ -77,7 +78,9 @@ def make_ledger(checkpoint: Checkpoint, weights: Mapping[str, Expression]) -> Le
     return Ledger(tuple(_entry(checkpoint, name, kept, dropped) for name in stored))
 
 
-def _entry(checkpoint: Checkpoint, name: str, kept: dict[str, bool], dropped: dict[str, str]) -> Entry:
+def _entry(
+    checkpoint: Checkpoint | RandomCheckpoint, name: str, kept: dict[str, bool], dropped: dict[str, str]
+) -> Entry:
     nbytes = checkpoint.info(name).nbytes
     if name in kept:
         return Entry(name, nbytes, "consumed" if kept[name] else "derived")
@@ -103,7 +106,7 @@ def _leaves(expression: Expression, until: str) -> Iterator[tuple[Source, bool]]
         yield from _leaves(part, until)
 
 
-def _unread(names: list[str], checkpoint: Checkpoint) -> DscError | None:
+def _unread(names: list[str], checkpoint: Checkpoint | RandomCheckpoint) -> DscError | None:
     if not names:
         return None
     what = f"{len(names)} tensors are read by no graph and dropped by no rule"
@@ -112,14 +115,14 @@ def _unread(names: list[str], checkpoint: Checkpoint) -> DscError | None:
     return DscError(what, where=str(checkpoint.folder), details=tensor_lines(names), try_=try_)
 
 
-def _unstored(names: list[str], checkpoint: Checkpoint) -> DscError | None:
+def _unstored(names: list[str], checkpoint: Checkpoint | RandomCheckpoint) -> DscError | None:
     if not names:
         return None
     what = f"{len(names)} tensors are read and not stored"
     return DscError(what, where=str(checkpoint.folder), details=tensor_lines(names))
 
 
-def _difference(checkpoint: Checkpoint, copy: str, original: str) -> DscError | None:
+def _difference(checkpoint: Checkpoint | RandomCheckpoint, copy: str, original: str) -> DscError | None:
     """A fault if two tensors are not the same bytes."""
     a, b = checkpoint.info(copy), checkpoint.info(original)
     if (a.dtype, a.shape) != (b.dtype, b.shape):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dsc.compiler.ir.weight import Cast, Concat, Dequantize, Expression, Quantize, Reshape, Stack, Unary
+from dsc.compiler.ir.weight import Cast, Concat, Dequantize, Expression, Quantize, Random, Reshape, Stack, Unary
 
 _EXACT_IN = {  # dtypes that hold every value of a dtype
     "float32": ("float32",),
@@ -53,8 +53,10 @@ def verdict(segment: Expression) -> str:
 
     exact        the values are the source's       passed       codes and scales are the source's, bit for bit
     rounded      to bfloat16, from float32         quantized    from unquantized values
-    requantized  from another format's codes
+    requantized  from another format's codes        random       made up
     """
+    if isinstance(segment, Random):
+        return "random"
     if isinstance(segment, Quantize):
         if not segment.parsed.quantized:
             return "rounded"

@@ -79,6 +79,11 @@ class Source(Expression):
 
 
 @dataclass(frozen=True)
+class Random(Source):
+    """A tensor of random numbers in a stored format; its name is what tells it from others."""
+
+
+@dataclass(frozen=True)
 class Generated(Expression):
     """A table computed in float64 and rounded once, by a named function of `dsc.compiler.tables` and its arguments."""
 
