@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -371,16 +370,15 @@ def test_without_a_tokenizer_token_ids_still_work(wint4_folder, tmp_path):
 
 
 def test_import_is_fast_and_brings_no_compiler(fp32_folder):
-    """In a process of its own: what loading an engine imports, and how long the import takes."""
+    """In a process of its own, in seconds of the processor: torch takes over one, nothing else may add half of one."""
     code = (
-        "import sys, time; t = time.perf_counter(); import dsc.runtime.engine; t = time.perf_counter() - t\n"
+        "import sys, time; import torch; t = time.process_time(); import dsc.runtime.engine; t = time.process_time() - t\n"
         "from dsc import runtime; e = runtime.load(sys.argv[1]); e.generate(['def f'], max_tokens=2)\n"
         "heavy = [m for m in sys.modules if m.split('.')[0] in ('onnx', 'onnx_graphsurgeon', 'transformers')"
         " or m.startswith(('dsc.compiler', 'dsc.passes'))]\n"
         "print(t, heavy)"
     )
-    begin = time.perf_counter()
     out = subprocess.run([sys.executable, "-c", code, str(fp32_folder)], capture_output=True, text=True, check=True)
     seconds, heavy = out.stdout.split(" ", 1)
     assert heavy.strip() == "[]"
-    assert float(seconds) < 10, f"{seconds} s of {time.perf_counter() - begin:.1f}"  # 2 s is the aim on a quiet machine
+    assert float(seconds) < 0.5
