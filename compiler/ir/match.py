@@ -1,7 +1,7 @@
-"""Matches patterns (`dsc.compiler.ir.pattern`) against graphs. Whatever differs is told: the node, what was wanted, what is there.
+"""Matches patterns (`dsc.compiler.ir.pattern`) against graphs.
 
-for site in sites(graph, PATTERN, report):     # near misses are declined in the report
-    site["gate"], site["up"], site.root, site.nodes
+Whatever differs is told: the node, what was wanted, what is there. In a pass, near misses go to the report by themselves:
+`for site in sites(graph, PATTERN, report): site["gate"], site["up"], site.root, site.nodes`
 """
 
 from __future__ import annotations

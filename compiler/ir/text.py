@@ -32,7 +32,8 @@ _CLASSES = (
     (r"\.mlp\.shared_experts\.", "shared_experts"),
     (r"\.mlp\.(gate|up|down)_proj\.", "dense_mlp"),
     (r"\.kv_b_proj\.", "kv_b"),
-    (r"\.self_attn\.\w+_proj(_with_mqa)?\.|\.eh_proj\.", "attention"),
+    (r"\.self_attn\.\w+_proj(_with_mqa)?\.", "attention"),
+    (r"\.eh_proj\.", "eh_proj"),
     (r"embed_tokens\.", "embeddings"),
     (r"^lm_head\.", "lm_head"),
 )

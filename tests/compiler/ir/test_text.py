@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.families import make_checkpoint
+from support.graphs import import_all
 
 from dsc.compiler.ir.graph import Graph, constant, expression_of, is_weight, type_of, variable, weight, weight_class_of
 from dsc.compiler.ir.text import class_of_name, from_text, header, read_header, to_text
@@ -78,6 +80,12 @@ def test_header_round_trip_and_its_errors():
         read_header("# layers: two\n" + TEXT, INFO)
 
 
+def test_classes_are_the_importer_s(tmp_path):
+    for graph in import_all(make_checkpoint(tmp_path / "v3", "v3", num_hidden_layers=2)):
+        for name, tensor in graph.weights().items():
+            assert class_of_name(name) == weight_class_of(tensor), name
+
+
 @pytest.mark.parametrize(
     ("name", "weight_class"),
     [
@@ -86,7 +94,7 @@ def test_header_round_trip_and_its_errors():
         ("model.layers.0.mlp.down_proj.weight", "dense_mlp"),
         ("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", "attention"),
         ("model.layers.0.self_attn.kv_b_proj.weight", "kv_b"),
-        ("model.layers.4.eh_proj.weight", "attention"),
+        ("model.layers.4.eh_proj.weight", "eh_proj"),
         ("model.embed_tokens.weight", "embeddings"),
         ("lm_head.weight", "lm_head"),
         ("model.layers.1.mlp.gate.weight", "exact"),
