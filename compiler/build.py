@@ -151,12 +151,18 @@ def make_graphs(recipe: Recipe, checkpoint: AnyCheckpoint, dump: Path | None) ->
 
 
 def step_limits(recipe: Recipe) -> StepLimits:
-    """The largest step of the recipe's engine."""
+    """The largest step of the recipe's engine.
+
+    On a GPU a step's logits have their place from the start, so there are as many as sampling asks for; a CPU engine gives
+    those of every token, for judging texts.
+    """
+    limits, drafts = recipe.limits, recipe.mtp.drafts
     return StepLimits(
-        batch_tokens=recipe.limits.batch_tokens,
-        sequences=recipe.limits.sequences,
-        context_tokens=recipe.limits.context_tokens,
-        drafts=recipe.mtp.drafts,
+        batch_tokens=limits.batch_tokens,
+        sequences=limits.sequences,
+        context_tokens=limits.context_tokens,
+        drafts=drafts,
+        logit_rows=limits.batch_tokens if recipe.target == "cpu" else limits.sequences * (1 + drafts),
         cache_dtype=recipe.kv_cache.dtype,
         block_tokens=recipe.kv_cache.block_tokens,
     )

@@ -57,7 +57,13 @@ TINY_R1 = ModelSpec(
     source=SourceFormat("fp8"),
 )
 LIMITS = StepLimits(
-    batch_tokens=256, sequences=8, context_tokens=2048, drafts=1, cache_dtype="bfloat16", block_tokens=64
+    batch_tokens=256,
+    sequences=8,
+    context_tokens=2048,
+    drafts=1,
+    logit_rows=256,
+    cache_dtype="bfloat16",
+    block_tokens=64,
 )
 
 

@@ -29,12 +29,13 @@ ROW_INPUTS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class StepLimits:
-    """The largest step of an engine, in tokens and sequences, and how its cache is cut."""
+    """The largest step of an engine, in tokens, sequences and logit rows, and how its cache is cut."""
 
     batch_tokens: int
     sequences: int
     context_tokens: int
     drafts: int
+    logit_rows: int
     cache_dtype: str
     block_tokens: int
 
@@ -49,7 +50,7 @@ class StepLimits:
             "B1": self.sequences + 1,
             "Q": min(queries, tokens),
             "P": blocks,
-            "R": tokens,
+            "R": min(tokens, self.logit_rows),
             "N": self.sequences * blocks,
         }
 

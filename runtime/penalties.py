@@ -50,8 +50,8 @@ class Penalties:
         """Change one row of logits, float32 [V], in place."""
         count = len(self._places)
         if count:
-            ids = torch.from_numpy(self._ids[:count])
-            counts = torch.from_numpy(self._counts[:count])
+            ids = torch.from_numpy(self._ids[:count]).to(logits_V.device)
+            counts = torch.from_numpy(self._counts[:count]).to(logits_V.device)
             values = logits_V[ids]
             if self._params.repetition_penalty != 1.0:
                 penalty = self._params.repetition_penalty
@@ -59,7 +59,7 @@ class Penalties:
             values = values - self._params.frequency_penalty * counts - self._params.presence_penalty * (counts > 0)
             logits_V[ids] = values
         if len(self._bias):
-            logits_V[self._bias_ids] += self._bias
+            logits_V[self._bias_ids.to(logits_V.device)] += self._bias.to(logits_V.device)
 
     def apply_rows(self, logits_RV: torch.Tensor, drafts: Sequence[int]) -> None:
         """Rows of one sequence: row i follows the first i drafts, which count for it."""

@@ -19,9 +19,7 @@ class Staging:
 
     def __init__(self, targets: Mapping[str, torch.Tensor]) -> None:
         self._targets = dict(targets)
-        self._pinned = {
-            name: torch.zeros(target.numel(), dtype=target.dtype, pin_memory=True) for name, target in targets.items()
-        }
+        self._pinned: dict[str, torch.Tensor] = {}
         self._done: torch.cuda.Event | None = None
 
     def fill(
@@ -43,11 +41,18 @@ class Staging:
             if given.is_cuda:
                 self._put(target[:count].view(shape), given, filler)
                 continue
-            pinned = self._pinned[name][:count]
+            pinned = self._pinned_for(name)[:count]
             self._put(pinned.view(shape), given, filler)
             target[:count].copy_(pinned, non_blocking=True)
         self._done = torch.cuda.Event()
         self._done.record()
+
+    def _pinned_for(self, name: str) -> torch.Tensor:
+        """Pinned memory of an input that comes from the host; large ones (logits, hidden rows) never do."""
+        if name not in self._pinned:
+            target = self._targets[name]
+            self._pinned[name] = torch.zeros(target.numel(), dtype=target.dtype, pin_memory=True)
+        return self._pinned[name]
 
     @staticmethod
     def _put(memory: torch.Tensor, given: torch.Tensor, filler: int) -> None:

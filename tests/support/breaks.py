@@ -27,7 +27,7 @@ from support.oracle import sources
 
 RECIPE = importlib.resources.files("dsc.recipes") / "tiny-r1-fp32.yaml"
 LIMITS = StepLimits(
-    batch_tokens=64, sequences=2, context_tokens=256, drafts=1, cache_dtype="float32", block_tokens=16
+    batch_tokens=64, sequences=2, context_tokens=256, drafts=1, logit_rows=64, cache_dtype="float32", block_tokens=16
 )  # fmt: skip
 
 

@@ -21,7 +21,9 @@ from dsc.passes.plan_memory import PlanMemory
 from dsc.runtime.spec import ModelSpec, SourceFormat, Yarn
 
 WIDTH, VOCAB = 64, 96
-LIMITS = StepLimits(batch_tokens=16, sequences=4, context_tokens=64, drafts=0, cache_dtype="bfloat16", block_tokens=16)
+LIMITS = StepLimits(
+    batch_tokens=16, sequences=4, context_tokens=64, drafts=0, logit_rows=16, cache_dtype="bfloat16", block_tokens=16
+)
 SPEC = ModelSpec(
     family="deepseek_v3", architecture="DeepseekV3ForCausalLM", vocab_size=VOCAB, hidden_size=WIDTH, num_layers=1,
     num_heads=1, q_lora_rank=None, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
