@@ -1,0 +1,65 @@
+"""tiny-r1 on a GPU against the CPU engine of the same recipe: the same weights, other kernels."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.engines import TINY_R1, Sequences, compile_tiny
+from support.quality import held_out
+from support.tolerances import LOGIT_GAPS
+
+from dsc import runtime
+from dsc.compiler.build import compile_engine
+from dsc.compiler.recipe import load_recipe
+from dsc.runtime.engine import Engine
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = ("fp32", "bf16", "fp8", "wint8", "wint4")
+PROMPTS = ("def ", "import ", "class Fraction", "The statistics module", "    return", "for i in range(", ".. function:: ",
+           "try:\n    ", "while True:\n", "print(", "@property\n", "This module provides", "raise ValueError", "# ",
+           "x = [", "from collections import")  # fmt: skip
+
+
+def gpu_engine(name: str, folder: Path) -> Engine:
+    recipe = load_recipe(f"tiny-r1-{name}").override("sm_90a")
+    return runtime.load(compile_engine(recipe, model=str(TINY_R1), output=folder / f"{name}-gpu.engine").folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engines")
+
+
+def test_fp32_greedy_tokens(folder: Path) -> None:
+    cpu, gpu = runtime.load(compile_tiny("tiny-r1-fp32", folder)), gpu_engine("fp32", folder)
+    options = {"max_tokens": 64, "temperature": 0.0, "ignore_eos": True}
+    wanted = [o.token_ids for o in cpu.generate(PROMPTS, drafts=0, **options)]
+    assert [o.token_ids for o in gpu.generate(PROMPTS, drafts=0, **options)] == wanted
+    assert [o.token_ids for o in gpu.generate(PROMPTS, drafts=1, **options)] == wanted
+    for graph, executed in gpu.executed.items():
+        assert executed == tuple(node["node"] for node in gpu.report["nodes"][graph]), graph
+
+
+def logits_of(engine: Engine, texts: list[list[int]], chunk: int, phase: str) -> torch.Tensor:
+    """Logits of every token, `chunk` tokens of each text a step."""
+    steps = Sequences(engine, texts)
+    rows = []
+    while steps.done[0] < len(texts[0]):
+        rows.append(torch.stack([r.float().cpu() for r in steps.step([chunk] * len(texts), phase)]))
+    return torch.cat(rows, 1)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_top_1_where_the_gap_is_wide(name: str, folder: Path) -> None:
+    """Fed the same tokens through prefill in chunks and through decode steps."""
+    cpu, gpu = runtime.load(compile_tiny(f"tiny-r1-{name}", folder)), gpu_engine(name, folder)
+    texts = [window[:128] for window in held_out(2)]
+    wanted = logits_of(cpu, texts, 128, "prefill")
+    for chunk, phase in ((16, "prefill"), (1, "decode"), (2, "decode")):
+        got = logits_of(gpu, texts, chunk, phase)
+        assert torch.isfinite(got).all()
+        gap = wanted.max(-1).values - wanted.gather(-1, got.argmax(-1, keepdim=True))[..., 0]
+        agree = float((gap == 0).float().mean())
+        print(f"{name} {phase} {chunk}: top-1 {agree:.2%}, worst gap {float(gap.max()):.3f}")
+        assert float(gap.max()) < LOGIT_GAPS[name], (name, phase, chunk)
