@@ -110,4 +110,5 @@ def _gpu_node(program: Program, node: ProgramNode, compiler: CubinCompiler) -> G
         types=types,
         arch=compiler.arch,
         compiler=compiler,
+        bounds=program.letters,
     )

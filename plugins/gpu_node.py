@@ -98,6 +98,7 @@ class GpuNode:
     dims      value of every letter and width of the op's schema: an integer, or a step letter such as "T"
     inputs    operand name by slot (`x`, `w`, `w.scales`), absent ones missing; outputs by operand name
     types     dtype and shape by operand name
+    bounds    the largest value of each step letter
     scratch   filled by `add_scratch`: operands that live while this node runs
     """
 
@@ -110,6 +111,7 @@ class GpuNode:
     types: dict[str, Type]
     arch: Arch
     compiler: KernelCompiler
+    bounds: Mapping[str, int] = field(default_factory=dict)
     scratch: dict[str, Type] = field(default_factory=dict)
     zeroed: dict[str, Type] = field(default_factory=dict)
 
