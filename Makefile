@@ -1,12 +1,12 @@
 # make demo   compile the small checkpoint in examples/ and generate text with it
-# make test   all tests;  make check  lint, types, import directions, tests;  make soak  the long runs
+# make test   all tests;  make check  lint, types, import directions, tests;  make soak  the long runs;  make test-gpu  on a GPU
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 DEMO = build/demo/tiny-r1-wint4.engine
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check lint soak clean
+.PHONY: demo test test-gpu check lint soak clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,7 +28,7 @@ demo: $(VENV)/.demo
 	@echo '      $(BIN)/dsc compile --recipe r1-wint4  what a real deployment asks for'
 
 test: $(VENV)/.test
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist loadfile
 
 check: lint test
 
@@ -41,6 +41,11 @@ lint: $(VENV)/.test
 
 soak: $(VENV)/.test
 	$(BIN)/pytest -n 2 --soak tests/soak
+
+# On a machine with a Hopper GPU and the packages of the extras [gpu] and [test].
+test-gpu:
+	$(PYTHON) -m pip install --quiet --editable '.[gpu,test]'
+	pytest tests/gpu
 
 clean:
 	rm -rf build
