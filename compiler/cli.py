@@ -11,7 +11,7 @@ import click
 
 from dsc.runtime.errors import DscError
 
-FOLDER = click.Path(path_type=Path, file_okay=False)
+PATH = click.Path(path_type=Path)  # what is there is judged by the code that reads it, which says more than click
 
 
 class Commands(click.Group):
@@ -24,11 +24,13 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except DscError as error:
-            click.echo(error.text(), err=True)
-            ctx.exit(2)
+            fault = error
         except BrokenPipeError:
-            sys.stderr.close()  # the reader of our output left; nothing is wrong here
-            ctx.exit(0)
+            raise  # the reader of our output left: click ends quietly
+        except OSError as error:  # a folder that cannot be written, a disk that is full: not our code's fault
+            fault = DscError(error.strerror or str(error), where=str(error.filename or ""))
+        click.echo(fault.text(), err=True)
+        return ctx.exit(2)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -40,10 +42,10 @@ def main() -> None:
 @main.command(name="compile")
 @click.option("--recipe", required=True, help="A YAML file, or the bare name of a packaged recipe such as r1-wint4.")
 @click.option("--model", help="A checkpoint folder or Hugging Face name, instead of the recipe's model.")
-@click.option("--output", type=FOLDER, help="Engine folder to write. Default: ./<recipe>.engine")
+@click.option("--output", type=PATH, help="Engine folder to write. Default: ./<recipe>.engine")
 @click.option("--target", help="Compile for another target than the recipe's.")
 @click.option("--ranks", type=int, help="Compile for this number of tensor ranks instead of the recipe's.")
-@click.option("--dump", type=FOLDER, help="Write the graph's text after each pass that changed it into this folder.")
+@click.option("--dump", type=PATH, help="Write the graph's text after each pass that changed it into this folder.")
 @click.option(
     "--download", is_flag=True, help="Fetch the checkpoint from Hugging Face when it is not here (resumable)."
 )
@@ -87,21 +89,26 @@ def compile_(
 
 
 @main.command()
-@click.argument("engine", type=FOLDER)
+@click.argument("engine", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Everything, as JSON.")
 @click.option("--layer", type=int, help="One layer, node by node.")
 @click.option("--fusion", is_flag=True, help="Only the fusion report.")
 @click.option("--verify", is_flag=True, help="Also hash every file and compare with the manifest.")
 def inspect(engine: Path, as_json: bool, layer: int | None, fusion: bool, verify: bool) -> None:
-    """Show what an engine holds: what was fused, what was quantized, and why."""
+    """Show what was fused, what was quantized, and why."""
     from dsc.runtime import inspect as view
     from dsc.runtime.artifact import EngineFolder
 
+    if fusion and layer is not None:
+        raise DscError("--fusion and --layer show different things", try_="one of them")
     folder = EngineFolder.open(engine)
     if verify:
         folder.verify_hashes()
     if as_json:
-        click.echo(json.dumps(view.describe(folder, layer=layer), indent=2))
+        data = view.describe(folder, layer=layer)
+        if fusion:
+            data = {key: data[key] for key in ("engine", "fusion", "declined")}
+        click.echo(json.dumps(data, indent=2))
     else:
         view.show(folder, layer=layer, fusion=fusion)
     if verify and not as_json:
@@ -109,17 +116,20 @@ def inspect(engine: Path, as_json: bool, layer: int | None, fusion: bool, verify
 
 
 @main.command()
-@click.argument("engine", type=FOLDER)
+@click.argument("engine", type=PATH)
 @click.option(
     "--prompt", "prompts", multiple=True, help="Text to continue; repeat for a batch. Default: standard input."
 )
 @click.option("--chat", is_flag=True, help="Put each prompt through the chat template as a user's message.")
 @click.option("--max-tokens", type=int, default=128, show_default=True)
-@click.option("--temperature", type=float, help="0 is greedy. Default: the model's generation_config.json.")
-@click.option("--top-p", type=float)
-@click.option("--top-k", type=int)
-@click.option("--seed", type=int)
+@click.option("--temperature", type=float, help="0 is greedy. This and the next two default to the model's own.")
+@click.option("--top-p", type=float, help="Draw from the likeliest tokens that make up this probability.")
+@click.option("--top-k", type=int, help="Draw from this many of the likeliest tokens; 0: all.")
+@click.option("--min-p", type=float, help="Leave out tokens less likely than this part of the likeliest.")
+@click.option("--seed", type=int, help="The same seed gives the same text. Default: another each time.")
 @click.option("--stop", multiple=True, help="End at this text; repeat for several.")
+@click.option("--ignore-eos", is_flag=True, default=None, help="Go on after an end-of-text token.")
+@click.option("--drafts", type=int, help="Tokens to draft ahead with the MTP layer. Default: the engine's.")
 @click.option("--device", help="cpu or cuda. Default: the engine's target.")
 @click.option("--json", "as_json", is_flag=True, help="Token ids, text and finish reason as JSON.")
 def generate(
@@ -129,18 +139,17 @@ def generate(
     from dsc import runtime
 
     options["stop"] = list(options["stop"])
-    options = {name: value for name, value in options.items() if value is not None}
-    texts = list(prompts) or [sys.stdin.read()]
+    texts = list(prompts) or [_read_prompt()]
     loaded = runtime.load(engine, device)
-    if chat:
-        texts = [loaded.tokenizer.apply_chat_template([{"role": "user", "content": text}]) for text in texts]
+    asked = [[{"role": "user", "content": text}] if chat else text for text in texts]
     if len(texts) == 1 and not as_json:
-        click.echo(texts[0], nl=False)
-        for piece in loaded.stream(texts[0], **options):
+        stream = loaded.stream(asked[0], **options)  # refuses before anything is printed
+        click.echo("" if chat else texts[0], nl=False)
+        for piece in stream:
             click.echo(piece, nl=False)
         click.echo()
         return
-    outputs = loaded.generate(texts, **options)
+    outputs = loaded.generate(asked, **options)
     if as_json:
         rows = [
             {"prompt": text, "text": out.text, "token_ids": out.token_ids, "finish_reason": out.finish_reason}
@@ -149,7 +158,17 @@ def generate(
         click.echo(json.dumps(rows, indent=2, ensure_ascii=False))
         return
     for text, out in zip(texts, outputs, strict=True):
-        click.echo(f"{text}{out.text}\n[{out.finish_reason}, {len(out.token_ids)} tokens]\n")
+        click.echo(f"{'' if chat else text}{out.text}\n[{out.finish_reason}, {len(out.token_ids)} tokens]\n")
+
+
+def _read_prompt() -> str:
+    """A prompt from standard input, as it is."""
+    if sys.stdin.isatty():
+        click.echo("prompt, then Ctrl-D:", err=True)
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DscError("standard input is not UTF-8 text", got=str(error)) from error
 
 
 @main.command()
@@ -170,13 +189,16 @@ def plugins(op: str | None) -> None:
 
 
 @main.command()
-@click.argument("graph", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("graph", type=PATH)
 @click.argument("pass_names", nargs=-1, metavar="PASS...")
-@click.option("--config", type=click.Path(path_type=Path), help="config.json of the model; default: tiny-r1's facts.")
+@click.option("--config", type=PATH, help="config.json of the model; default: tiny-r1's facts.")
 @click.option("--phase", type=click.Choice(["prefill", "decode"]), default="prefill", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="The report as JSON instead of the graph's text.")
 def opt(graph: Path, pass_names: tuple[str, ...], config: Path | None, phase: str, as_json: bool) -> None:
-    """Run passes on a textual graph and print what became of it. An option goes behind its pass: set_dtype:activations=bf16."""
+    """Run passes on a textual graph and print it.
+
+    An option goes behind its pass: set_dtype:activations=bf16.
+    """
     from dsc.compiler.opt import run_opt
 
     text, report = run_opt(graph, pass_names, config=config, phase=phase)

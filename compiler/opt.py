@@ -82,7 +82,10 @@ def run_opt(
             "no such file", where=str(graph), wanted="a graph as text, such as one from `dsc compile --dump`"
         )
     spec = TINY_R1 if config is None else read_config(config.parent if config.is_file() else config)
-    text = graph.read_text()
+    try:
+        text = graph.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DscError("this is not a graph", where=str(graph), wanted="UTF-8 text", got=str(error)) from error
     done, report = opt(text, [parse_pass(name) for name in pass_names], info_of(text, spec, phase))
     return header(done.info) + to_text(done), report.to_json()
 
@@ -127,5 +130,8 @@ def parse_pass(text: str) -> Pass:
         key, equals, content = item.partition("=")
         if not equals:
             raise DscError(f"{item!r} is no option of {name}", wanted=f"{name}:key=value,key=value", got=text)
-        options[key] = yaml.safe_load(content)
+        try:
+            options[key] = yaml.safe_load(content)
+        except yaml.YAMLError as error:
+            raise DscError(f"the value of {key} is not YAML", wanted=f"{name}:{key}=value", got=content) from error
     return make_pass(name, options)

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import Progress as RichProgress
 
 
@@ -17,9 +27,9 @@ class Progress:
         self._rich = RichProgress(
             TextColumn("{task.description:<28}"),
             BarColumn(),
-            DownloadColumn(binary_units=False),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
+            _OfBytes(DownloadColumn(binary_units=False)),
+            _OfBytes(TransferSpeedColumn()),
+            _OfBytes(TimeRemainingColumn(), TimeElapsedColumn()),
             console=console,
             disable=quiet or not console.is_terminal,
         )
@@ -37,7 +47,7 @@ class Progress:
     def step(self, description: str, total_bytes: int | None = None) -> None:
         """Begin the next step; the one before counts as finished."""
         self._finish()
-        self._task = self._rich.add_task(description, total=total_bytes)
+        self._task = self._rich.add_task(description, total=total_bytes, of_bytes=total_bytes is not None)
 
     def advance(self, num_bytes: int) -> None:
         """Count bytes of the current step as done."""
@@ -48,3 +58,15 @@ class Progress:
         if self._task is not None:
             task = self._rich.tasks[self._task]
             self._rich.update(self._task, total=task.total or 1, completed=task.total or 1)
+
+
+class _OfBytes(ProgressColumn):
+    """A column of steps that count bytes; the others show `other`, or nothing."""
+
+    def __init__(self, column: ProgressColumn, other: ProgressColumn | None = None) -> None:
+        super().__init__()
+        self._column, self._other = column, other
+
+    def render(self, task: Task) -> RenderableType:
+        column = self._column if task.fields["of_bytes"] else self._other
+        return column.render(task) if column is not None else ""

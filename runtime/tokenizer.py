@@ -48,6 +48,12 @@ class Tokenizer:
         add_bos  begin with the beginning-of-text token, unless the text does; None: as the tokenizer's own files say,
                  `add_bos_token` of tokenizer_config.json before the post-processor of tokenizer.json
         """
+        try:
+            text.encode("utf-8")
+        except (
+            UnicodeEncodeError
+        ) as error:  # half a surrogate pair, such as bytes of another encoding in a shell's argument
+            raise DscError("the prompt is not text that UTF-8 can hold", got=str(error)) from error
         if add_bos is None:
             add_bos = self.config.get("add_bos_token")
         if add_bos is None:
