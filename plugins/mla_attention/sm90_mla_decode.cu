@@ -1,0 +1,366 @@
+// Absorbed MLA attention on Hopper over the paged bfloat16 latent cache: 64 query rows against a range of one
+// sequence's keys at a time, normalized, with the log-sum-exp that merging the ranges needs.
+//
+// Four warpgroups. One thread of the first fetches by TMA. The second multiplies queries by keys and takes the softmax.
+// The third and fourth sum values, half of the 512 columns each: a 64 x 512 accumulator is too large for one. A tile of 64
+// keys lies in shared memory once, as keys and as values; its probabilities replace its rope part, which is read no more
+// by then. Blocks take pieces of work blockIdx.x, blockIdx.x + gridDim.x, ... of a list made on the device.
+#include <cuda.h>
+#include <stdint.h>
+
+#ifndef HEADS
+#define HEADS 128
+#endif
+
+namespace {
+
+constexpr int ROWS = 64, KEYS = 64, LATENT = 512, ROPE = 64, CHUNKS = (LATENT + ROPE) / 64;
+constexpr int CHUNK_BYTES = 64 * 128;                // 64 rows of 64 bfloat16 in the 128-byte swizzle of TMA and wgmma
+constexpr int TILE_BYTES = CHUNKS * CHUNK_BYTES;     // 73728
+constexpr int GROUPS = 3;                            // chunks of a key tile arrive in three groups of three
+constexpr int GROUP_BYTES = TILE_BYTES / GROUPS;
+constexpr int P_OFFSET = (LATENT / 64) * CHUNK_BYTES;  // the rope chunk, then the probabilities
+constexpr float STALE = 8.0f;                        // the maximum is renewed when a score exceeds it by 2^8
+
+struct Piece {                                       // a row of the work list
+    int sequence, first_row, rows, begin, end, visible, local, unused;
+};
+
+struct Shared {
+    uint8_t q[TILE_BYTES];
+    uint8_t k[2][TILE_BYTES];
+    float alpha[2][ROWS];                            // factor of the sums before a tile is added
+    float inverse[2][ROWS];                          // 1 / sum of probabilities, by parity of the piece
+    uint64_t q_full, q_free, k_full[2][GROUPS], k_free[2], p_full[2], inverse_full[2];
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count));
+}
+
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, int parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(shared_address(barrier)), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// One arrival for a warp, after everything its lanes did.
+__device__ __forceinline__ void warp_arrive(uint64_t* barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+}
+
+__device__ __forceinline__ void barrier_expect(uint64_t* barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+// A box of `map` (64 columns, 64 rows, chunks) to shared memory.
+__device__ __forceinline__ void fetch(void* to, const CUtensorMap* map, int row, int chunk, uint64_t* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+            shared_address(to)), "l"(map), "r"(0), "r"(row), "r"(chunk), "r"(shared_address(barrier)) : "memory");
+}
+
+// Descriptor of a wgmma operand in the 128-byte swizzle. `lead` is what the hardware's leading byte offset means for
+// operands with the other dimension contiguous: the distance of chunks.
+__device__ __forceinline__ uint64_t descriptor(uint32_t address, int lead) {
+    return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | static_cast<uint64_t>(lead >> 4) << 16 |
+           static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
+}
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+// Keeps the compiler from moving reads of accumulators before the wait.
+template <int N>
+__device__ __forceinline__ void pin(float (&a)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(a[i])::"memory");
+}
+
+#define F(a, i) "+f"(a[i]), "+f"(a[i + 1]), "+f"(a[i + 2]), "+f"(a[i + 3])
+#define F16(a, i) F(a, i), F(a, i + 4), F(a, i + 8), F(a, i + 12)
+
+// s [64, 64] (+)= a [64, 16] b [64, 16]^T, both with k contiguous.
+__device__ __forceinline__ void multiply_keys(float (&s)[32], uint64_t a, uint64_t b, int add) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "%32, %33, p, 1, 1, 0, 0;\n"
+        "}\n"
+        : F16(s, 0), F16(s, 16)
+        : "l"(a), "l"(b), "r"(add));
+}
+
+// o [64, 128] (+)= a [64, 16] b [16, 128], the columns of b contiguous. Twice 128 columns are as fast as 256, and the
+// compiler takes no wider instruction in a kernel of 512 threads.
+__device__ __forceinline__ void multiply_values(float (&o)[64], uint64_t a, uint64_t b, int add) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "%64, %65, p, 1, 1, 0, 1;\n"
+        "}\n"
+        : F16(o, 0), F16(o, 16), F16(o, 32), F16(o, 48)
+        : "l"(a), "l"(b), "r"(add));
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+    uint32_t y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+
+__device__ __forceinline__ Piece load_piece(const int* plan, int index) {
+    const int4* row = reinterpret_cast<const int4*>(plan) + 2 * (1 + index);
+    const int4 a = row[0], b = row[1];
+    return Piece{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+}
+
+__device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* queries, const CUtensorMap* cache,
+                                        const int* plan, const int* table, int blocks_per_sequence) {
+    const int pieces = plan[0];
+    int tile = 0, count = 0;
+    for (int index = blockIdx.x; index < pieces; index += gridDim.x, ++count) {
+        const Piece piece = load_piece(plan, index);
+        const int* blocks = table + static_cast<int64_t>(piece.sequence) * blocks_per_sequence;
+        int block = blocks[piece.begin / KEYS];
+        for (int key = piece.begin; key < piece.end; key += KEYS, ++tile) {
+            const int next = key + KEYS < piece.end ? blocks[key / KEYS + 1] : 0;
+            const int buffer = tile & 1, parity = tile >> 1 & 1;
+            barrier_wait(&shared.k_free[buffer], parity ^ 1);
+            for (int group = 0; group < GROUPS; ++group) {
+                uint64_t* full = &shared.k_full[buffer][group];
+                barrier_expect(full, GROUP_BYTES);
+                fetch(shared.k[buffer] + group * GROUP_BYTES, cache, block * KEYS, group * (CHUNKS / GROUPS), full);
+            }
+            if (key == piece.begin) {
+                barrier_wait(&shared.q_free, count & 1 ^ 1);
+                barrier_expect(&shared.q_full, TILE_BYTES);
+                fetch(shared.q, queries, piece.first_row, 0, &shared.q_full);
+            }
+            block = next;
+        }
+    }
+}
+
+// Rows from `first` on of a tile's values become zeros: what lies behind the end of a sequence may be NaN.
+__device__ __forceinline__ void clear_values(uint8_t* tile, int first) {
+    const int thread = threadIdx.x % 128;
+    for (int row = first + thread / 64; row < KEYS; row += 2)
+        *reinterpret_cast<uint4*>(tile + (thread % 64 / 8) * CHUNK_BYTES + row * 128 + thread % 8 * 16) = uint4{0, 0, 0, 0};
+}
+
+__device__ __forceinline__ void attend(Shared& shared, const int* plan, float* sums, float scale) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+    const int pieces = plan[0];
+    const uint32_t q_base = shared_address(shared.q);
+    int tile = 0, count = 0;
+    for (int index = blockIdx.x; index < pieces; index += gridDim.x, ++count) {
+        const Piece piece = load_piece(plan, index);
+        const int seen[2] = {min(piece.visible + (piece.local + row) / HEADS, piece.end),
+                             min(piece.visible + (piece.local + row + 8) / HEADS, piece.end)};
+        const int all_see = min(piece.visible + piece.local / HEADS, piece.end);
+        float highest[2] = {-INFINITY, -INFINITY}, total[2] = {0.0f, 0.0f};
+        barrier_wait(&shared.q_full, count & 1);
+        for (int key = piece.begin; key < piece.end; key += KEYS, ++tile) {
+            const int buffer = tile & 1, parity = tile >> 1 & 1;
+            uint8_t* const k = shared.k[buffer];
+            const uint32_t k_base = shared_address(k);
+            float s[32];
+            wgmma_fence();
+#pragma unroll
+            for (int group = 0; group < GROUPS; ++group) {
+                barrier_wait(&shared.k_full[buffer][group], parity);
+#pragma unroll
+                for (int step = 0; step < 4 * CHUNKS / GROUPS; ++step) {
+                    const int offset = group * GROUP_BYTES + step / 4 * CHUNK_BYTES + step % 4 * 32;
+                    multiply_keys(s, descriptor(q_base + offset, 16), descriptor(k_base + offset, 16),
+                                  group + step > 0);
+                }
+            }
+            wgmma_commit();
+            wgmma_wait<0>();
+            pin(s);
+            const bool last = key + KEYS >= piece.end;
+            if (last) warp_arrive(&shared.q_free);
+            if (key + KEYS > all_see) {
+#pragma unroll
+                for (int i = 0; i < 32; ++i)
+                    if (key + i / 4 * 8 + lane % 4 * 2 + i % 2 >= seen[i / 2 % 2]) s[i] = -INFINITY;
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float most = -INFINITY;
+#pragma unroll
+                for (int i = 0; i < 8; ++i) most = fmaxf(most, fmaxf(s[4 * i + 2 * half], s[4 * i + 2 * half + 1]));
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * scale;
+                const float now = most > highest[half] + STALE ? most : highest[half];
+                const float base = now == -INFINITY ? 0.0f : now;
+                const float alpha = exp2_fast(highest[half] - base);
+                highest[half] = now;
+                float sum = 0.0f;
+#pragma unroll
+                for (int i = 0; i < 8; ++i)
+#pragma unroll
+                    for (int j = 4 * i + 2 * half; j < 4 * i + 2 * half + 2; ++j) {
+                        s[j] = exp2_fast(fmaf(s[j], scale, -base));
+                        sum += s[j];
+                    }
+                total[half] = total[half] * alpha + sum;
+                if (lane % 4 == 0) shared.alpha[buffer][row + 8 * half] = alpha;
+            }
+            // All four warps are done with the keys before the rope chunk and the rows behind the end are overwritten.
+            asm volatile("bar.sync 1, 128;" ::: "memory");
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const int at = (row + 8 * half) * 128 + ((i ^ (row & 7)) << 4) + lane % 4 * 4;
+                    *reinterpret_cast<uint32_t*>(k + P_OFFSET + at) =
+                        pack_bf16(s[4 * i + 2 * half], s[4 * i + 2 * half + 1]);
+                }
+            if (key + KEYS > piece.end) clear_values(k, piece.end - key);
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            warp_arrive(&shared.p_full[buffer]);
+            if (last) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    float sum = total[half];
+                    sum += __shfl_xor_sync(~0u, sum, 1);
+                    sum += __shfl_xor_sync(~0u, sum, 2);
+                    if (lane % 4 == 0) {
+                        shared.inverse[count & 1][row + 8 * half] = sum > 0.0f ? 1.0f / sum : 0.0f;
+                        sums[index * ROWS + row + 8 * half] = sum > 0.0f ? highest[half] + __log2f(sum) : -INFINITY;
+                    }
+                }
+                warp_arrive(&shared.inverse_full[count & 1]);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void sum_values(Shared& shared, int half, const int* plan, uint32_t* partial) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+    const int pieces = plan[0];
+    int tile = 0, count = 0;
+    float o[2][64];
+    for (int index = blockIdx.x; index < pieces; index += gridDim.x, ++count) {
+        const Piece piece = load_piece(plan, index);
+        float inverse[2];
+        for (int key = piece.begin; key < piece.end; key += KEYS, ++tile) {
+            const int buffer = tile & 1, parity = tile >> 1 & 1;
+            const uint32_t k_base = shared_address(shared.k[buffer]);
+            barrier_wait(&shared.p_full[buffer], parity);
+            const float alpha[2] = {shared.alpha[buffer][row], shared.alpha[buffer][row + 8]};
+            if (key > piece.begin && __any_sync(~0u, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
+#pragma unroll
+                for (int i = 0; i < 128; ++i) o[i / 64][i % 64] *= alpha[i / 2 % 2];
+            }
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                multiply_values(o[i / 4], descriptor(k_base + P_OFFSET + i % 4 * 32, 16),
+                                descriptor(k_base + (4 * half + i / 4 * 2) * CHUNK_BYTES + i % 4 * 2048, CHUNK_BYTES),
+                                i % 4 > 0 || key > piece.begin);
+            wgmma_commit();
+            if (key + KEYS >= piece.end) {
+                barrier_wait(&shared.inverse_full[count & 1], count >> 1 & 1);
+                inverse[0] = shared.inverse[count & 1][row];
+                inverse[1] = shared.inverse[count & 1][row + 8];
+            }
+            wgmma_wait<0>();
+            pin(o[0]);
+            pin(o[1]);
+            warp_arrive(&shared.k_free[buffer]);
+        }
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+            if (row + 8 * side >= piece.rows) continue;
+            uint32_t* const to = partial + (static_cast<int64_t>(index) * ROWS + row + 8 * side) * (LATENT / 2) + half * 128;
+#pragma unroll
+            for (int i = 0; i < 32; ++i)
+                to[i * 4 + lane % 4] =
+                    pack_bf16(o[i / 16][i % 16 * 4 + 2 * side] * inverse[side],
+                              o[i / 16][i % 16 * 4 + 2 * side + 1] * inverse[side]);
+        }
+    }
+}
+
+}  // namespace
+
+// queries        [T * HEADS, 576] as (64 columns, rows, 9 chunks): absorbed latent queries, then rotated rope queries
+// cache          the blocks' rows, likewise
+// plan           [pieces + 1, 8] int32: the number of pieces, then a row for each (struct Piece)
+// table          [B, blocks_per_sequence]
+// partial, sums  [pieces, 64, 512] bfloat16 and [pieces, 64] log2 of the sum of exponentials
+// scale          of the scores, times log2 e
+extern "C" __global__ void __launch_bounds__(512, 1)
+    sm90_mla_decode(const __grid_constant__ CUtensorMap queries, const __grid_constant__ CUtensorMap cache,
+                    const int* __restrict__ plan, const int* __restrict__ table, uint32_t* __restrict__ partial,
+                    float* __restrict__ sums, float scale, int blocks_per_sequence) {
+    extern __shared__ uint8_t memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory + (-shared_address(memory) & 1023));
+    if (threadIdx.x == 0) {
+        barrier_init(&shared.q_full, 1);
+        barrier_init(&shared.q_free, 4);
+        for (int buffer = 0; buffer < 2; ++buffer) {
+            for (int group = 0; group < GROUPS; ++group) barrier_init(&shared.k_full[buffer][group], 1);
+            barrier_init(&shared.k_free[buffer], 8);
+            barrier_init(&shared.p_full[buffer], 4);
+            barrier_init(&shared.inverse_full[buffer], 4);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    if (threadIdx.x == 32) {
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&queries) : "memory");
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&cache) : "memory");
+    }
+    __syncthreads();
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    const int group = threadIdx.x / 128;
+    if (group == 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (threadIdx.x == 0) produce(shared, &queries, &cache, plan, table, blocks_per_sequence);
+    } else if (group == 1) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 112;");
+        attend(shared, plan, sums, scale);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 184;");
+        sum_values(shared, group - 2, plan, partial);
+    }
+}

@@ -1,0 +1,293 @@
+"""Absorbed attention in three launches: queries and a work list, attention over pieces of the context, merge and values.
+
+1. `mla_queries` multiplies each head's q_nope by W_UK and rotates q_rope; one more program plans the work: it cuts every
+   sequence's context into ranges, so many that the processors are busy, and lists the pieces: a range of keys against
+   ROWS rows of queries (tokens times heads). Lengths are known on the device only, so the list has a fixed bound.
+2. `mla_attend` takes a piece at a time: softmax over its keys, its sum of latents (normalized) and its log-sum-exp.
+   On Hopper sm90_mla_decode.cu does this.
+3. `mla_values` merges a token's pieces and multiplies by W_UV.
+
+plan    int32 [pieces + 1, 8]: the number of pieces, then for each (sequence, first row of `queries`, rows, first key, end
+        of keys, keys that its first token sees, row within the sequence's part of the step)
+places  int32 [tokens, 4]: for each token (first piece of its sequence, ranges, tiles of rows, row of its head 0 within the
+        sequence); the piece of range s and tile i is first + s * tiles + i
+"""
+
+import triton
+import triton.language as tl
+
+from dsc.plugins.triton_rope import rotate_rows
+from dsc.plugins.triton_weights import decode_bytes, decode_e4m3, decode_nibbles
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def weight_tile(
+    data, scales, rows, first, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    MATH: tl.constexpr,
+):  # fmt: skip
+    """Columns first .. first + COLUMNS of some rows of a stored weight [N, WIDTH], dequantized: bfloat16 or float32."""
+    dtype: tl.constexpr = tl.float32 if MATH == "fp32" else tl.bfloat16
+    columns = first + tl.arange(0, COLUMNS)
+    wide = rows.to(tl.int64)
+    if KIND == "fp32" or KIND == "bf16":
+        return tl.load(data + wide[:, None] * WIDTH + columns[None, :]).to(dtype)
+    else:
+        if KIND == "wint4":
+            pairs = first // 2 + tl.arange(0, COLUMNS // 2)
+            low, high = decode_nibbles(tl.load(data + wide[:, None] * (WIDTH // 2) + pairs[None, :]), MATH)
+            codes = tl.interleave(low, high)
+        elif KIND == "fp8":
+            codes = decode_e4m3(tl.load(data + wide[:, None] * WIDTH + columns[None, :]), MATH)
+        else:
+            codes = decode_bytes(tl.load(data + wide[:, None] * WIDTH + columns[None, :]), MATH)
+        SPAN: tl.constexpr = COLUMNS if KIND == "wint8" or GROUP > COLUMNS else GROUP
+        spans = tl.arange(0, COLUMNS // SPAN)
+        if KIND == "wint8":
+            at = wide[:, None] + 0 * spans[None, :]
+        elif KIND == "fp8":
+            at = (wide // 128)[:, None] * ((WIDTH + 127) // 128) + (first + spans * SPAN)[None, :] // 128
+        else:
+            at = wide[:, None] * (WIDTH // GROUP) + (first + spans * SPAN)[None, :] // GROUP
+        scale = tl.load(scales + at).to(tl.float32)
+        split = tl.reshape(codes, (rows.shape[0], COLUMNS // SPAN, SPAN)).to(tl.float32) * scale[:, :, None]
+        return tl.reshape(split.to(dtype), (rows.shape[0], COLUMNS))
+
+
+@triton.jit
+def _ranges(blocks, size):
+    return (blocks + size - 1) // size
+
+
+@triton.jit
+def _plan(
+    query_starts, sequence_lengths, plan, places, first, last, sequences, capacity, processors, HEADS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, LONGEST: tl.constexpr, SEQUENCES: tl.constexpr, RANGES: tl.constexpr,
+    SHORTEST: tl.constexpr, OVERHEAD: tl.constexpr,
+):  # fmt: skip
+    """Fill `plan` and `places` for the tokens first .. last of the sequences with at most LONGEST queries (0: of all).
+
+    Every candidate for the length of a range is a number of ranges that the longest context is cut into; the one with the
+    least waves * (blocks + OVERHEAD) is taken, where a wave is one piece on each processor.
+    """
+    b = tl.arange(0, SEQUENCES)
+    real = b < sequences
+    start = tl.load(query_starts + b, real, 0)
+    stop = tl.load(query_starts + b + 1, real, 2147483647)
+    blocks = (tl.load(sequence_lengths + b, real, 0) + KEYS - 1) // KEYS
+    taken = real & (tl.minimum(stop, last) > tl.maximum(start, first))
+    if LONGEST:
+        taken = taken & (stop - start <= LONGEST)
+    rows = tl.where(taken, (tl.minimum(stop, last) - tl.maximum(start, first)) * HEADS, 0)
+    tiles = (rows + ROWS - 1) // ROWS
+    blocks = tl.where(taken, blocks, 0)
+    most = tl.max(blocks, 0)
+
+    cuts = 1 + tl.arange(0, RANGES)
+    sizes = tl.maximum((most + cuts - 1) // cuts, SHORTEST)
+    counts = tl.zeros((RANGES,), tl.int32)
+    for b0 in range(0, sequences, 32):
+        some = b0 + tl.arange(0, 32)
+        there = some < sequences
+        s = tl.load(query_starts + some, there, 0)
+        e = tl.load(query_starts + some + 1, there, 0)
+        there = there & (tl.minimum(e, last) > tl.maximum(s, first))
+        if LONGEST:
+            there = there & (e - s <= LONGEST)
+        its_tiles = tl.where(there, ((tl.minimum(e, last) - tl.maximum(s, first)) * HEADS + ROWS - 1) // ROWS, 0)
+        its_blocks = (tl.load(sequence_lengths + some, there, 0) + KEYS - 1) // KEYS
+        # A float division and half a step: exact for any context that fits memory, and a quarter of the instructions.
+        cut = ((its_blocks[:, None] + sizes[None, :]).to(tl.float32) - 0.5) / sizes[None, :].to(tl.float32)
+        counts += tl.sum(its_tiles[:, None] * cut.to(tl.int32), 0)
+    waves = (counts + processors - 1) // processors
+    costs = tl.where((counts <= capacity) | (cuts == 1), waves * (sizes + OVERHEAD), 2147483647)
+    size = tl.sum(tl.where(tl.arange(0, RANGES) == tl.argmin(costs, 0), sizes, 0), 0)
+
+    ends = tl.cumsum(tiles * _ranges(blocks, size), 0)
+    total = tl.max(ends, 0)
+    tl.store(plan, total)
+    for p0 in range(0, total, 32):
+        p = p0 + tl.arange(0, 32)
+        before = ends[None, :] <= p[:, None]
+        owner = tl.sum((before & real[None, :]).to(tl.int32), 1)
+        offset = tl.max(tl.where(before, ends[None, :], 0), 1)
+        there = p < total
+        s = tl.load(query_starts + owner, there, 0)
+        e = tl.load(query_starts + owner + 1, there, 0)
+        length = tl.load(sequence_lengths + owner, there, 0)
+        begin = tl.maximum(s, first)
+        its_rows = (tl.minimum(e, last) - begin) * HEADS
+        its_tiles = tl.maximum((its_rows + ROWS - 1) // ROWS, 1)
+        local = (p - offset) % its_tiles * ROWS
+        key = (p - offset) // its_tiles * size * KEYS
+        at = plan + (1 + p) * 8
+        tl.store(at, owner, there)
+        tl.store(at + 1, (begin - first) * HEADS + local, there)
+        tl.store(at + 2, tl.minimum(its_rows - local, ROWS), there)
+        tl.store(at + 3, key, there)
+        tl.store(at + 4, tl.minimum(key + size * KEYS, length), there)
+        tl.store(at + 5, length - (e - begin) + 1, there)
+        tl.store(at + 6, local, there)
+    offsets = ends - tiles * _ranges(blocks, size)
+    for t0 in range(first, last, 32):
+        t = t0 + tl.arange(0, 32)
+        owner = tl.sum((real[None, :] & (stop[None, :] <= t[:, None])).to(tl.int32), 1)
+        mine = b[None, :] == owner[:, None]
+        there = t < last
+        at = places + (t - first) * 4
+        its_start = tl.load(query_starts + owner, there & (owner < sequences), 0)
+        tl.store(at, tl.sum(tl.where(mine, offsets[None, :], 0), 1), there)
+        tl.store(at + 1, tl.sum(tl.where(mine, _ranges(blocks, size)[None, :], 0), 1), there)
+        tl.store(at + 2, tl.sum(tl.where(mine, tiles[None, :], 0), 1), there)
+        tl.store(at + 3, (t - tl.maximum(its_start, first)) * HEADS, there)
+
+
+@triton.jit
+def mla_queries(
+    q, kv_b, kv_b_scales, cos, sin, positions, query_starts, sequence_lengths, queries, plan, places, first, last,
+    sequences, capacity, processors, HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, V: tl.constexpr,
+    LATENT: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, MATH: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, LONGEST: tl.constexpr, SEQUENCES: tl.constexpr, RANGES: tl.constexpr, SHORTEST: tl.constexpr,
+    OVERHEAD: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """queries [last - first, HEADS, LATENT + ROPE] = [q_nope W_UK, rotated q_rope]; program 0 plans the work."""
+    if tl.program_id(0) == 0:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        _plan(
+            query_starts, sequence_lengths, plan, places, first, last, sequences, capacity, processors, HEADS, ROWS, KEYS,
+            LONGEST, SEQUENCES, RANGES, SHORTEST, OVERHEAD,
+        )  # fmt: skip
+    else:
+        index = tl.program_id(0) - 1
+        part = index % (LATENT // COLUMNS)
+        head = index // (LATENT // COLUMNS) % HEADS
+        t = first + index // (LATENT // COLUMNS * HEADS) * TOKENS + tl.arange(0, TOKENS)
+        inside = t < last
+        w_rows = head * (NOPE + V) + tl.arange(0, NOPE)
+        w = weight_tile(kv_b, kv_b_scales, w_rows, part * COLUMNS, LATENT, COLUMNS, KIND, GROUP, MATH)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        wanted = True
+        if LONGEST:  # nothing to do where every token belongs to a longer query
+            b = tl.arange(0, SEQUENCES)
+            s = tl.load(query_starts + b, b < sequences, 0)
+            e = tl.load(query_starts + b + 1, b < sequences, 0)
+            t0 = first + index // (LATENT // COLUMNS * HEADS) * TOKENS
+            wanted = tl.max(((s < t0 + TOKENS) & (e > t0) & (e - s <= LONGEST)).to(tl.int32), 0) > 0
+        if wanted:
+            x_at = q + t.to(tl.int64)[:, None] * (HEADS * (NOPE + ROPE)) + head * (NOPE + ROPE)
+            y_at = queries + ((t - first).to(tl.int64)[:, None] * HEADS + head) * (LATENT + ROPE)
+            x = tl.load(x_at + tl.arange(0, NOPE)[None, :], inside[:, None], 0.0)
+            y = tl.dot(x.to(w.dtype), w, input_precision="ieee").to(queries.dtype.element_ty)
+            tl.store(y_at + part * COLUMNS + tl.arange(0, COLUMNS)[None, :], y, inside[:, None])
+            if part == 0:
+                pairs = tl.load(x_at + NOPE + tl.arange(0, ROPE)[None, :], inside[:, None], 0.0).to(tl.float32)
+                turned = rotate_rows(pairs, cos, sin, tl.load(positions + t, inside, 0), inside, ROPE)
+                turned = turned.to(queries.dtype.element_ty)
+                tl.store(y_at + LATENT + tl.arange(0, ROPE)[None, :], turned, inside[:, None])
+
+
+@triton.jit
+def mla_attend(
+    queries, cache, block_table, plan, partial, sums, scale, blocks_per_sequence, HEADS: tl.constexpr,
+    LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One piece a program: partial [piece, ROWS, LATENT], normalized, and sums, log2 of the sum of exponentials.
+
+    BLOCK is the tokens of a cache block, a divisor or a multiple of KEYS.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    piece = tl.program_id(0)
+    if piece < tl.load(plan):
+        at = plan + (1 + piece) * 8
+        sequence, first, count = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+        begin, end, visible, local = tl.load(at + 3), tl.load(at + 4), tl.load(at + 5), tl.load(at + 6)
+        WIDTH: tl.constexpr = LATENT + ROPE
+        dtype: tl.constexpr = queries.dtype.element_ty
+        rows, columns, ropes, keys = tl.arange(0, ROWS), tl.arange(0, LATENT), tl.arange(0, ROPE), tl.arange(0, KEYS)
+        inside = (rows < count)[:, None]
+        q_at = queries + (first.to(tl.int64) + rows)[:, None] * WIDTH
+        q_latent = tl.load(q_at + columns[None, :], inside, 0.0)
+        q_rope = tl.load(q_at + LATENT + ropes[None, :], inside, 0.0)
+        seen = tl.minimum(visible + (local + rows) // HEADS, end)
+        blocks = block_table + sequence.to(tl.int64) * blocks_per_sequence
+        highest = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        values = tl.zeros((ROWS, LATENT), tl.float32)
+        for key in tl.range(begin, end, KEYS, num_stages=STAGES):
+            there = (key + keys < end)[:, None]
+            if BLOCK % KEYS == 0:
+                slots = tl.load(blocks + key // BLOCK).to(tl.int64) * BLOCK + key % BLOCK + keys
+            else:
+                block = tl.load(blocks + (key + keys) // BLOCK, key + keys < end, 0)
+                slots = block.to(tl.int64) * BLOCK + (key + keys) % BLOCK
+            k_at = cache + slots[:, None] * WIDTH
+            k_latent = tl.load(k_at + columns[None, :], there, 0.0).to(dtype)
+            k_rope = tl.load(k_at + LATENT + ropes[None, :], there, 0.0).to(dtype)
+            s = tl.dot(q_latent, k_latent.T, input_precision="ieee")
+            s = tl.dot(q_rope, k_rope.T, s, input_precision="ieee") * scale
+            s = tl.where((key + keys)[None, :] < seen[:, None], s, float("-inf"))
+            higher = tl.maximum(highest, tl.max(s, 1))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            p = tl.exp2(s - base[:, None])
+            factor = tl.exp2(highest - base)
+            total = total * factor + tl.sum(p, 1)
+            values = tl.dot(p.to(dtype), k_latent, values * factor[:, None], input_precision="ieee")
+            highest = higher
+        inverse = tl.where(total > 0.0, 1.0 / total, 0.0)
+        to = partial + (piece.to(tl.int64) * ROWS + rows)[:, None] * LATENT + columns[None, :]
+        tl.store(to, (values * inverse[:, None]).to(partial.dtype.element_ty), inside)
+        tl.store(sums + piece * ROWS + rows, highest + tl.log2(total), rows < count)
+
+
+@triton.jit
+def mla_values(
+    partial, sums, kv_b, kv_b_scales, places, o, first, last, HEADS: tl.constexpr, NOPE: tl.constexpr, V: tl.constexpr,
+    LATENT: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, MATH: tl.constexpr, ROWS: tl.constexpr,
+    RANGES: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, MERGED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """o[t, head] = (the merged pieces of the token and head) W_UV^T: TOKENS tokens and OUTPUTS of V columns a program.
+
+    MERGED ranges are read at once. Tokens of no piece give zeros.
+    """
+    part, head = tl.program_id(0), tl.program_id(1)
+    t = first + tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    inside = t < last
+    w_rows = head * (NOPE + V) + NOPE + part * OUTPUTS + tl.arange(0, OUTPUTS)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    place = places + (t - first) * 4
+    piece, ranges, tiles = tl.load(place, inside, 0), tl.load(place + 1, inside, 0), tl.load(place + 2, inside, 0)
+    row = tl.load(place + 3, inside, 0) + head
+    slot = (piece + row // ROWS) * ROWS + row % ROWS
+    step = tiles * ROWS
+    every = tl.arange(0, RANGES)[None, :]
+    found = tl.load(sums + slot[:, None] + every * step[:, None], every < ranges[:, None], float("-inf"))
+    highest = tl.max(found, 1)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.sum(tl.exp2(found - base[:, None]), 1)
+    inverse = tl.where(total > 0.0, 1.0 / total, 0.0)
+    most = tl.max(ranges, 0)
+    result = tl.zeros((TOKENS, OUTPUTS), tl.float32)
+    for c in tl.static_range(LATENT // COLUMNS):
+        w = weight_tile(kv_b, kv_b_scales, w_rows, c * COLUMNS, LATENT, COLUMNS, KIND, GROUP, MATH)
+        columns = c * COLUMNS + tl.arange(0, COLUMNS)
+        x = tl.zeros((TOKENS, COLUMNS), tl.float32)
+        for s0 in range(0, most, MERGED):
+            for i in tl.static_range(MERGED):
+                there = s0 + i < ranges
+                at = (slot + (s0 + i) * step).to(tl.int64)
+                weight = tl.exp2(tl.load(sums + at, there, float("-inf")) - base) * inverse
+                x += tl.load(partial + at[:, None] * LATENT + columns[None, :], there[:, None], 0.0) * weight[:, None]
+        result = tl.dot(x.to(w.dtype), w.T, result, input_precision="ieee")
+    o_at = o + t.to(tl.int64)[:, None] * (HEADS * V) + head * V + part * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
+    tl.store(o_at, result.to(o.dtype.element_ty), inside[:, None])
