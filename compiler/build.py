@@ -69,7 +69,7 @@ class Built:
         """What `dsc compile` prints."""
         lines = [f"note: {note}" for note in self.notes]
         found, expected = (sum(numbers[i] for numbers in self.fusions.values()) for i in (0, 1))
-        lines.append(f"{found} of {expected} fusion sites in {len(self.fusions)} passes")
+        lines.append(f"{found} of {expected} sites found in {len(self.fusions)} passes")
         source = f" from {self.source_bytes / 1e6:,.1f} MB" if self.source_bytes else ""
         lines.append(f"{self.weight_bytes / 1e6:,.1f} MB of weights{source} in {self.seconds:.1f} s")
         lines.append(f"{self.folder}    look into it: dsc inspect {self.folder}")
@@ -110,6 +110,7 @@ def compile_engine(
     ledger = make_ledger(checkpoint, {name: values.expression for name, values in weights.items()})
     if random is not None:
         ledger = Ledger(())  # it balanced; of tensors that never were there is nothing to report
+    notes = (*checkpoint.notes, *report.notes())
     progress.step("kernels")
     target.prepare([lower(graph, onnx_sha256="") for graph in graphs])
     total = weight_bytes(graphs)
@@ -126,11 +127,11 @@ def compile_engine(
         )
         place(graphs, emission.placements)
         progress.step("engine")
-        contents = EngineContents(checkpoint.spec, recipe, graphs, emission, report, ledger, checkpoint.folder)
+        contents = EngineContents(checkpoint.spec, recipe, graphs, emission, report, ledger, checkpoint.folder, notes)
         write_engine(stage.folder, contents, target)
         stage.commit()
     sizes = checkpoint.files()
-    return Built(stage.target, sum(sizes.values()), total, time.monotonic() - begin, _fusions(report), checkpoint.notes)
+    return Built(stage.target, sum(sizes.values()), total, time.monotonic() - begin, _fusions(report), notes)
 
 
 def make_graphs(recipe: Recipe, checkpoint: AnyCheckpoint, dump: Path | None) -> tuple[list[Graph], PipelineReport]:

@@ -54,6 +54,7 @@ class EngineContents:
 
     graphs      final graphs in the order main, mtp, sample; `dsc.compiler.emit.place` has told them where weights lie
     checkpoint  folder the tokenizer is copied from
+    notes       what the build told its user besides
     """
 
     spec: ModelSpec
@@ -63,6 +64,7 @@ class EngineContents:
     pipeline: PipelineReport
     ledger: Ledger
     checkpoint: Path
+    notes: Sequence[str] = ()
 
 
 def write_engine(folder: Path, contents: EngineContents, target: Target) -> Manifest:
@@ -90,13 +92,15 @@ def write_engine(folder: Path, contents: EngineContents, target: Target) -> Mani
 def make_report(contents: EngineContents, lowered: Lowered) -> dict[str, Any]:
     """report.json.
 
-    passes   in order: {name, options, allowed, graphs: [{graph, model, phase, expected, found, changed, declined}]}
+    notes    what the build told its user: facts of the checkpoint, weights that stay unquantized
+    passes   in order: {name, options, allowed, graphs: [{graph, model, phase, expected, found, changed, declined, notices}]}
     nodes    {graph: [{node, op}]}, what the runtime has to run
     weights  one record per weight (dsc.compiler.weight_record): format, bytes, errors, how it came about
     ledger   {consumed, derived, dropped}: what became of every tensor of the checkpoint
     memory   {graph: {arena_bytes, live_bytes, ...}} (dsc.compiler.memory)
     """
     return {
+        "notes": list(contents.notes),
         **contents.pipeline.to_json(),
         "weights": [asdict(record) for record in contents.emission.weights],
         "ledger": contents.ledger.to_json(),

@@ -65,10 +65,20 @@ class PipelineReport:
     nodes: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """{"passes": [{name, options, allowed, graphs: [{graph, model, phase, expected, found, changed, declined}]}],
+        """{"passes": [{name, options, allowed, graphs: [{graph, model, phase, expected, found, changed, declined, notices}]}],
         "nodes": {graph: [{node, op}]}}."""
         nodes = {graph: [{"node": node, "op": op} for node, op in pairs] for graph, pairs in self.nodes.items()}
         return {"passes": [runs.to_json() for runs in self.passes], "nodes": nodes}
+
+    def notes(self) -> list[str]:
+        """What the passes want to be told: each notice once, with the number of nodes it is about."""
+        nodes: dict[tuple[str, str], set[str]] = {}
+        for runs in self.passes:
+            for notice in (n for run in runs.runs for n in run.report.notices):
+                nodes.setdefault((runs.name, notice.note), set()).add(notice.node)
+        return [
+            f"{name}: {note}, {len(of)} {'node' if len(of) == 1 else 'nodes'}" for (name, note), of in nodes.items()
+        ]
 
 
 def run_passes(

@@ -179,6 +179,8 @@ def _rewrite(graph: Graph, front: Front, site: Match, report: Report) -> None:
     graph.add("Reshape", [node.outputs[2], view], [k_rope], f"{name}.k_rope_view")
     graph.add_output(node.outputs[3])
     report.change(node, f"two weights: {apart}" if apart else "")
+    if apart:
+        report.notice(node, f"q and kv_a stay two weights: {apart}")
 
 
 def _joint_weight(q: Tensor, kv: Tensor, name: str) -> Tensor:

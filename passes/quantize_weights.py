@@ -125,6 +125,9 @@ class QuantizeWeights(Pass):
         node.inputs[slot + 1] = result.parts.get("scales") or gs.Variable.empty()
         note = f"{operand.name} {result.format}, {weight_class_of(tensor)}"
         report.change(node, f"{note}: {result.why}" if result.why else note)
+        if result.why:
+            what = f"{weight_class_of(tensor)} {operand.name} is stored as {result.format}"
+            report.notice(node, f"{what}: {result.why}")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ def describe(folder: EngineFolder, layer: int | None = None) -> dict[str, Any]:
 
     engine, model, limits, cache, graphs  facts; cache in bytes per token
     fusion    one entry per pass and graph: expected and found sites, what the recipe allows to miss
-    declined  sites a pass looked at and left, with its reason
+    declined  sites a pass looked at and left, with its reason; notes: what the build told its user
     weights   totals by class and format; tensors: each weight with its error
     ledger    what became of the checkpoint's tensors; memory: bytes of each graph's plan; files: sizes and hashes
     layer     with `layer`: its nodes in every graph; null otherwise. DscError for a layer that is not there
@@ -39,6 +39,7 @@ def describe(folder: EngineFolder, layer: int | None = None) -> dict[str, Any]:
         "graphs": {name: _graph(program) for name, program in programs.items()},
         "fusion": [_fusion(pass_, run) for pass_ in report["passes"] for run in pass_["graphs"]],
         "declined": _declined(report),
+        "notes": report["notes"],
         "weights": _weights_by_format(report),
         "tensors": report["weights"],
         "ledger": _ledger(report),

@@ -28,6 +28,8 @@ def show(data: Data, fusion: bool = False, console: Console | None = None) -> No
     console.print(fusion_summary(data))
     if data["declined"]:
         console.print(declined_table(data))
+    for note in data["notes"]:
+        console.print(f"note: {note}", markup=False, highlight=False)
     if not fusion:
         console.print(ledger_table(data))
         console.print(files_table(data))

@@ -35,12 +35,17 @@ class Report:
 
     changed: list[Changed] = field(default_factory=list)
     declined: list[Declined] = field(default_factory=list)
+    notices: list[Changed] = field(default_factory=list)
 
     def change(self, node: Node | str, note: str = "") -> None:
         self.changed.append(Changed(node if isinstance(node, str) else str(node.name), note))
 
     def decline(self, node: Node | str, reason: str, wanted: str = "", got: str = "") -> None:
         self.declined.append(Declined(node if isinstance(node, str) else str(node.name), reason, wanted, got))
+
+    def notice(self, node: Node | str, note: str) -> None:
+        """What nobody should have to look for, such as a weight that stays unquantized: a build prints it."""
+        self.notices.append(Changed(node if isinstance(node, str) else str(node.name), note))
 
 
 @dataclass(frozen=True)

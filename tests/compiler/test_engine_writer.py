@@ -69,7 +69,7 @@ def test_the_manifest(engine):
 
 def test_the_report(engine):
     report = EngineFolder.open(engine).report
-    assert set(report) == {"passes", "nodes", "weights", "ledger", "memory", "kernels"}
+    assert set(report) == {"notes", "passes", "nodes", "weights", "ledger", "memory", "kernels"}
     assert [run["found"] for run in report["passes"][0]["graphs"]] == [1, 1]
     assert [node["op"] for node in report["nodes"]["sample"]] == ["dsc.Sample"]
     assert {record["name"] for record in report["weights"]} == {"embed.weight", "linear.weight", "norm.weight"}

@@ -45,8 +45,8 @@ def printed(engine, width=160, **options):
 
 def test_the_keys(data):
     assert list(data) == [
-        "engine", "model", "limits", "cache", "graphs", "fusion", "declined", "weights", "tensors", "ledger", "memory",
-        "files", "layer",
+        "engine", "model", "limits", "cache", "graphs", "fusion", "declined", "notes", "weights", "tensors", "ledger",
+        "memory", "files", "layer",
     ]  # fmt: skip
     assert json.loads(json.dumps(data))["model"]["spec"]["softmax_scale"] == SPEC.softmax_scale
     assert data["layer"] is None

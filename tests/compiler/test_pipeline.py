@@ -55,7 +55,21 @@ def test_report_counts_every_graph_and_lists_final_nodes():
         "found": 1,
         "changed": [{"node": "act", "note": ""}],
         "declined": [],
+        "notices": [],
     }
+    assert report.notes() == []
+
+
+def test_what_users_must_be_told_is_told_once_for_all_graphs():
+    class Telling(FuseSwiglu):
+        def run(self, graph):
+            report = super().run(graph)
+            report.notice("act", "stays as it is")
+            return report
+
+    report = run_passes([mlp("a"), mlp("b")], [Telling()])
+    assert [note.split(": ", 1)[1] for note in report.notes()] == ["stays as it is, 1 node"]
+    assert report.to_json()["passes"][0]["graphs"][0]["notices"] == [{"node": "act", "note": "stays as it is"}]
 
 
 def test_all_graphs_of_a_broken_contract_are_told_at_once():
