@@ -1,0 +1,57 @@
+"""Sample's GPU kernels without a GPU: interpreted they choose what the reference chooses, compiled they stay in registers."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsc.compiler.codegen import CubinCompiler
+from dsc.plugins.gpu_node import Arch, GpuNode
+from dsc.plugins.sample.kernel import lower
+from dsc.plugins.schema import Type, load_op
+from dsc.runtime.steps import Kernel
+
+TESTS = Path(__file__).parents[1]
+PER_ROW = {
+    "temperature": "float32", "top_p": "float32", "top_k": "int32", "min_p": "float32", "seeds": "int64",
+    "positions": "int32", "drafts": "int32",
+}  # fmt: skip
+
+
+def sample_node(arch: str, vocabulary: int = 129280) -> tuple[GpuNode, CubinCompiler]:
+    op, compiler = load_op("Sample"), CubinCompiler(Arch(arch))
+    types = {name: Type(dtype, ("R",)) for name, dtype in PER_ROW.items()}
+    types["logits"] = Type("float32", ("R", vocabulary))
+    types["token_mask"] = Type("int32", ("R", -(-vocabulary // 32)))
+    made, dims = op.check([types[slot] for slot in op.slot_names()], {})
+    outputs = {tensor.name: tensor.name for tensor in op.outputs}
+    node = GpuNode(
+        name="sample", op="Sample", attributes={}, dims=dims, inputs={name: name for name in types}, outputs=outputs,
+        types={**types, **dict(zip(outputs, made, strict=True))}, arch=Arch(arch), compiler=compiler,
+    )  # fmt: skip
+    return node, compiler
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_kernels_compile_and_nothing_spills(arch: str):
+    node, compiler = sample_node(arch)
+    (variant,) = lower(node)
+    compiler.build()
+    assert [step.entry for step in variant.steps if isinstance(step, Kernel)] == [
+        "sample_scan", "sample_coarse", "sample_pick", "sample_accept",
+    ]  # fmt: skip
+    assert {built.compiled.entry: built.resources.stack_bytes for built in compiler.built.values()} == dict.fromkeys(
+        ("sample_scan", "sample_coarse", "sample_pick", "sample_accept"), 0
+    )
+    assert all(step.pdl == (arch != "sm_80") for step in variant.steps if isinstance(step, Kernel))
+
+
+def test_interpreted_kernels_choose_what_the_reference_chooses():
+    """In a process of its own: Triton decides once whether it interprets."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "support.sample_cases", "1"],
+        env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=TESTS, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == "0 differences"

@@ -1,0 +1,117 @@
+"""Rows of logits and sampling parameters for the Sample op, awkward ones among them.
+
+As a program, with TRITON_INTERPRET=1 in the environment: the GPU kernels of Sample run on the CPU, interpreted, against
+the reference. It says which cases differ and ends with their number.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from dsc.plugins.sample.reference import reference
+
+KINDS = ("normal", "flat", "wide", "ties", "equal", "odd")
+
+
+def make_case(rows: int, vocabulary: int, kind: str, seed: int) -> dict[str, torch.Tensor]:
+    """Operands of one call. `rows` is at least 8; kind "odd" has NaN, infinities, empty masks, both zeros, huge logits."""
+    g = torch.Generator().manual_seed(seed)
+
+    def uniform(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=g)
+
+    def some(values: torch.Tensor, share: float, otherwise: float) -> torch.Tensor:
+        return torch.where(uniform(rows) < share, values, torch.full_like(values, otherwise))
+
+    logits = torch.randn(rows, vocabulary, generator=g) * {"flat": 0.01, "wide": 6.0}.get(kind, 1.7)
+    if kind == "ties":
+        logits = (logits * 2).round() / 2
+    if kind == "equal":
+        logits[:] = 0.25
+    temperature = some(0.2 + 1.5 * uniform(rows), 0.8, 0.0)
+    top_k = torch.where(uniform(rows) < 0.5, uniform(rows) * vocabulary * 1.1, uniform(rows) * 20)
+    mask = torch.randint(-(2**31), 2**31, (rows, -(-vocabulary // 32)), generator=g).int()
+    mask[uniform(rows) < 0.5] = -1
+    if kind == "odd":
+        logits[0, 5], logits[2], logits[3, 7], logits[4, ::2] = float("nan"), float("-inf"), float("inf"), float("-inf")
+        logits[5], logits[5, 3::2], logits[7] = -0.0, 0.0, logits[7] * 1e37
+        mask[1], mask[6], mask[6, 0] = 0, 0, 16
+        temperature[5:7] = 1.0
+    case = {
+        "logits": logits,
+        "temperature": temperature,
+        "top_p": some(uniform(rows), 0.5, 1.0),
+        "top_k": some(top_k, 0.5, 0.0).int(),
+        "min_p": some(0.5 * uniform(rows), 0.4, 0.0),
+        "seeds": torch.randint(-(2**62), 2**62, (rows,), generator=g),
+        "positions": torch.randint(0, 100_000, (rows,), generator=g).int(),
+        "token_mask": mask,
+        "drafts": torch.full((rows,), -1, dtype=torch.int32),
+    }
+    # Most drafts are right, some are wrong, some rows end their sequence.
+    drafts = reference(**case)[0]
+    drafts[uniform(rows) < 0.15] = 3
+    drafts[uniform(rows) < 0.3] = -1
+    case["drafts"] = drafts
+    return case
+
+
+def differences(got: dict[str, torch.Tensor], want: tuple[torch.Tensor, ...]) -> list[str]:
+    """What of tokens, accepted and logprobs differs, one line each."""
+    tokens, accepted, logprobs = want
+    rows = (got["tokens"].cpu() != tokens).nonzero().flatten().tolist()
+    found = [f"row {row}: token {int(got['tokens'][row])}, wanted {int(tokens[row])}" for row in rows]
+    if not torch.equal(got["accepted"].cpu(), accepted):
+        found.append(f"accepted {got['accepted'].tolist()}, wanted {accepted.tolist()}")
+    if not torch.allclose(got["logprobs"].cpu(), logprobs, rtol=1e-6, atol=3e-5, equal_nan=True):
+        found.append(f"logprobs {got['logprobs'].tolist()}, wanted {logprobs.tolist()}")
+    return found
+
+
+def interpreted(
+    case: dict[str, torch.Tensor], split: int, chunk: int, read: int, candidates: int
+) -> dict[str, torch.Tensor]:
+    """The kernels one after the other on the CPU, with block sizes small enough that every loop turns."""
+    import triton
+
+    from dsc.plugins.sample import kernel
+
+    R, V = case["logits"].shape
+    K, S, W = kernel.THRESHOLDS, -(-V // split), case["token_mask"].shape[1]
+    S2 = triton.next_power_of_2(S)
+    ints, longs = torch.int32, torch.int64
+    floats, places = torch.full((R, 4, S), float("nan")), torch.full((R, 2, S), -1, dtype=ints)
+    sums = [torch.full(s, -1, dtype=d) for s, d in (((R, K), ints), ((R, S, K + 2), longs), ((R, S, K), ints))]
+    keys = torch.full((R, candidates), -1, dtype=ints)
+    tokens, accepted, logprobs = torch.full((R,), -7, dtype=ints), torch.full((R,), -7, dtype=ints), torch.zeros(R)
+    rows = (case["logits"], case["token_mask"])
+    limits = [case[name] for name in ("temperature", "top_p", "top_k", "min_p", "seeds", "positions")]
+    kernel.sample_scan[(R, S)](*rows, floats, places, V, W, S, split, False)
+    kernel.sample_coarse[(R, S)](
+        *rows, case["temperature"], case["min_p"], floats, *sums, V, W, S, S2, split, K, chunk, False
+    )
+    kernel.sample_pick[(R,)](
+        *rows, *limits, floats, places, *sums, keys, tokens, logprobs, V, W, S, S2, K, chunk, read, candidates, False
+    )
+    kernel.sample_accept[(1,)](tokens, case["drafts"], accepted, R, 4, False)
+    return {"tokens": tokens, "accepted": accepted, "logprobs": logprobs}
+
+
+def check(seeds: int) -> Iterator[str]:
+    """Differences between kernels and reference over all kinds of cases."""
+    for seed in range(seeds):
+        vocabulary, *blocks = ((300, 64, 32, 64, 64), (1000, 128, 64, 128, 32))[seed % 2]
+        for kind in KINDS:
+            case = make_case(8, vocabulary, kind, seed)
+            for line in differences(interpreted(case, *blocks), reference(**case)):
+                yield f"{kind}, seed {seed}, vocabulary {vocabulary}: {line}"
+
+
+if __name__ == "__main__":
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+    found = list(check(int(sys.argv[1])))
+    print("\n".join([*found, f"{len(found)} differences"]))
