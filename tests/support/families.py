@@ -28,7 +28,7 @@ TOKENIZER = Path(__file__).resolve().parents[2] / "examples" / "tiny-r1"
 BLOCK = 128
 ABSENT = object()  # as an override: the key is not written at all
 
-_YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
          "original_max_position_embeddings": 4096, "type": "yarn"}  # fmt: skip
 _FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
 # Every key that the releases have, at R1's value where size does not matter.
@@ -68,7 +68,7 @@ _COMMON: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "quantization_config": _FP8,
     "rms_norm_eps": 1e-06,
-    "rope_scaling": _YARN,
+    "rope_scaling": YARN,
     "rope_theta": 10000,
     "routed_scaling_factor": 2.5,
     "scoring_func": "sigmoid",
@@ -92,7 +92,7 @@ _V2: dict[str, Any] = {
     "norm_topk_prob": False,
     "num_nextn_predict_layers": ABSENT,
     "quantization_config": ABSENT,
-    "rope_scaling": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
     "scoring_func": "softmax",
 }
 _CHANGES: dict[str, dict[str, Any]] = {
@@ -110,7 +110,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "k2": {
         "model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "n_routed_experts": 12, "num_attention_heads": 2,
         "num_key_value_heads": 2, "num_nextn_predict_layers": 0, "routed_scaling_factor": 2.827, "rope_theta": 50000.0,
-        "max_position_embeddings": 131072, "rope_scaling": {**_YARN, "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
+        "max_position_embeddings": 131072, "rope_scaling": {**YARN, "factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
     },
     "faults": {
         "num_hidden_layers": 4, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
