@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.nn.functional import linear, pad, scaled_dot_product_attention
 
-from dsc.plugins.cpu_node import CpuNode, Run, StepMemo, keep
+from dsc.plugins.cpu_node import CASTS, CpuNode, Run, StepMemo
 from dsc.plugins.latent_cache import cache_rows
+from dsc.plugins.mla_attention.kv_b import Int8KvB, KvB, bind_kv_b
 from dsc.plugins.mla_attention.ragged import GROUP_ELEMENTS, Group, Part, Plan, make_plan
 from dsc.plugins.rope import rotate_by, step_turns
+
+CACHED = 3 << 14  # elements of gathered keys that, made float32, stay in a core's second-level cache: 1.5 MB
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,10 @@ def bind(node: CpuNode) -> Run | None:
     absorbed = attend is _absorbed
     key_width = sizes.latent + sizes.rope
     row_elements = sizes.heads * (key_width if absorbed else sizes.nope + sizes.rope)
-    kv_b = node.pack("kv_b", keep)
+    kv_b = bind_kv_b(node, heads, nope, v)
     cos, sin = node.constants["cos"], node.constants["sin"]
+    wide_dtype = torch.bfloat16 if absorbed and node.types["q"].dtype == cache_dtype == "bfloat16" else torch.float32
+    cast = CASTS[node.types["q"].dtype]
 
     def run(
         step: StepMemo,
@@ -57,19 +63,16 @@ def bind(node: CpuNode) -> Run | None:
         def plan_step() -> Plan:
             turns = step_turns(step, cos, sin, positions)
             ragged = (query_starts, sequence_lengths, block_table)
-            return make_plan(*ragged, turns, block_tokens, row_elements, key_width)
+            return make_plan(*ragged, turns, block_tokens, row_elements, key_width, CACHED if absorbed else 0)
 
         plan = step.once(("mla_attention", absorbed), plan_step)
         rows = cache_rows(cache, cache_dtype, key_width)
-        w = kv_b.data if kv_b.scales is None else kv_b.dequantize()
-        # Keys as they are cached, in decode, whose time is reading them; the fused kernel computes faster in float32.
-        compute = rows.dtype if absorbed and q.dtype is torch.bfloat16 else torch.float32
         if plan.whole:
             (group,) = plan.groups
-            return (attend(sizes, w, q, _keys(rows, group, compute), group)[0].to(q.dtype),)
+            return (cast(attend(step, sizes, kv_b, q, _keys(rows, group, wide_dtype), group)[0]),)
         o = q.new_zeros(len(q), sizes.heads * sizes.v)
         for group in plan.groups:
-            outputs = attend(sizes, w, q, _keys(rows, group, compute), group)
+            outputs = attend(step, sizes, kv_b, q, _keys(rows, group, wide_dtype), group)
             for part, output in zip(group.parts, outputs, strict=True):
                 if part.real is None:
                     o[part.rows] = output.to(o.dtype)
@@ -80,14 +83,18 @@ def bind(node: CpuNode) -> Run | None:
     return run
 
 
-def _keys(rows: torch.Tensor, group: Group, dtype: torch.dtype) -> torch.Tensor:
-    """The cached rows of a group, [G, S, L+R]; memory of its own only where they are scattered."""
+def _keys(rows: torch.Tensor, group: Group, wide_dtype: torch.dtype) -> torch.Tensor:
+    """The cached rows of a group, [G, S, L+R]; memory of its own only where they are scattered or converted.
+
+    The fused kernel is faster in float32, which wins while the converted keys stay in the processor's cache.
+    """
     found = rows[group.slots] if isinstance(group.slots, slice) else rows.index_select(0, group.slots)
+    dtype = torch.float32 if found.numel() <= CACHED else wide_dtype
     return found.to(dtype).view(group.size, group.keys, -1)
 
 
 def _absorbed(
-    sizes: Sizes, w: torch.Tensor, q: torch.Tensor, keys_GSE: torch.Tensor, group: Group
+    step: StepMemo, sizes: Sizes, kv_b: KvB | Int8KvB, q: torch.Tensor, keys_GSE: torch.Tensor, group: Group
 ) -> list[torch.Tensor]:
     """Outputs [n, H*V] of the group's parts, with the latents as keys and values of all heads.
 
@@ -95,31 +102,29 @@ def _absorbed(
     all heads, and the mask has a row per query. Values are whole cached rows, since the fused kernel wants equal
     widths; the rope part of the sum is dropped.
     """
-    w_HFL = w.view(sizes.heads, sizes.nope + sizes.v, sizes.latent)
     outputs = []
     for part in group.parts:
-        q_nHD = q[part.rows].float().view(-1, sizes.heads, sizes.nope + sizes.rope)
-        # float32 products, whose bfloat16 kernel is slower; each half is converted where it is used, to be in cache then.
-        q_HnL = torch.bmm(q_nHD[..., : sizes.nope].transpose(0, 1), w_HFL[:, : sizes.nope].float())
-        q_nHE = torch.cat((q_HnL.transpose(0, 1), rotate_by(q_nHD[..., sizes.nope :], part.turns)), -1)
-        q_GQHE = q_nHE.to(keys_GSE.dtype).view(group.size, part.queries, sizes.heads, -1)
+        q_nHD = q[part.rows].float().numpy().reshape(-1, sizes.heads, sizes.nope + sizes.rope)
+        q_nHL = kv_b.to_latents(step, q_nHD[..., : sizes.nope])
+        q_nHE = np.empty((len(q_nHD), sizes.heads, sizes.latent + sizes.rope), np.float32)
+        q_nHE[..., : sizes.latent] = q_nHL.float().numpy()
+        turned = q_nHE[..., sizes.latent :].view(np.complex64)
+        np.multiply(q_nHD[..., sizes.nope :].view(np.complex64), part.turns.numpy(), turned)
+        q_GQHE = torch.from_numpy(q_nHE).view(group.size, part.queries, sizes.heads, -1).to(keys_GSE.dtype)
         keys_GQSE = keys_GSE[:, None, : part.keys].expand(-1, part.queries, -1, -1)
         mask = part.mask(q_GQHE.dtype)
         mask_GQ1S = None if mask is None else mask.unsqueeze(2)
         sums_GQHE = scaled_dot_product_attention(q_GQHE, keys_GQSE, keys_GQSE, mask_GQ1S, scale=sizes.scale)
-        sums_HnL = sums_GQHE[..., : sizes.latent].permute(2, 0, 1, 3).float().reshape(sizes.heads, -1, sizes.latent)
-        outputs.append(
-            torch.bmm(sums_HnL, w_HFL[:, sizes.nope :].float().mT).transpose(0, 1).reshape(-1, sizes.heads * sizes.v)
-        )
+        outputs.append(kv_b.to_values(step, sums_GQHE[..., : sizes.latent].flatten(0, 1)))
     return outputs
 
 
 def _expanded(
-    sizes: Sizes, w: torch.Tensor, q: torch.Tensor, keys_GSE: torch.Tensor, group: Group
+    step: StepMemo, sizes: Sizes, kv_b: KvB | Int8KvB, q: torch.Tensor, keys_GSE: torch.Tensor, group: Group
 ) -> list[torch.Tensor]:
     """Outputs [n, H*V] of the group's parts, with keys and values made for as many heads at a time as memory allows."""
     dtype, width = keys_GSE.dtype, sizes.nope + sizes.rope
-    w = w.to(dtype)
+    w = kv_b.whole().to(dtype)
     queries = [_rotated_queries(sizes, q, part, group.size, dtype) for part in group.parts]
     outputs: list[list[torch.Tensor]] = [[] for _ in group.parts]
     step = max(1, GROUP_ELEMENTS // (group.size * group.keys * (width + sizes.nope + sizes.v)))

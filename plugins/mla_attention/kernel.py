@@ -17,6 +17,7 @@ from dsc.runtime.steps import Kernel, Repeat, Scalar, Step, TensorMap, Variant
 
 CHUNK = 1024  # tokens whose absorbed queries are in memory at a time
 SPARE = 160  # pieces beyond one a tile of rows: enough to keep any chip busy with a single sequence
+AHEAD_HEADS = 64  # from so many heads on, tensor cores and not memory set the pace of sm90_mla_decode.cu
 RANGES = 128  # at most so many parts of one context
 MINIMUM = {"heads": 1, "nope": 16, "rope": 16, "v": 16, "latent_dim": 16}
 
@@ -62,7 +63,9 @@ def tiles_for(node: GpuNode, dtype: str) -> Tiles:
     a = node.attributes
     if node.arch.capability == 90:
         shape = (a["latent_dim"], a["rope"], a["block_tokens"], a["cache_dtype"])
-        return Tiles(64, 64, 8, 2, cuda=node.arch.name == "sm_90a" and shape == (512, 64, 64, "bfloat16"))
+        cuda = node.arch.name == "sm_90a" and shape == (512, 64, 64, "bfloat16")
+        whole = int(a["block_tokens"]) % 64 == 0  # a block number for each key takes registers
+        return Tiles(64, 64 if whole else 32, 8, 2, cuda=cuda)
     return Tiles(64, 32, 8, 2) if node.arch.capability >= 100 else Tiles(16, 32, 4, 2, programs=2)
 
 
@@ -249,7 +252,7 @@ class Absorbed:
                 scale,
                 Scalar("i32", "P"),
             ],
-            defines={"HEADS": heads},
+            defines={"HEADS": heads, "AHEAD": int(heads >= AHEAD_HEADS)},
             shared_bytes=SHARED_BYTES,
             pdl=True,
         )

@@ -95,11 +95,13 @@ def make_plan(
     block_tokens: int,
     row_elements: int,
     key_elements: int,
+    group_elements: int = 0,
 ) -> Plan:
     """Group the step's sequences.
 
     turns           complex [T, R/2], the rotations of all rows
     row_elements    elements of one row's queries over all heads, key_elements of one gathered key: they bound memory
+    group_elements  most elements of the gathered keys of several sequences; 0: what memory allows
     """
     starts, lengths = query_starts.tolist(), sequence_lengths.tolist()
     spans = [
@@ -107,7 +109,7 @@ def make_plan(
         for sequence, length in enumerate(lengths)
         if starts[sequence + 1] > starts[sequence]
     ]
-    batches = _batches(spans, row_elements, key_elements)
+    batches = _batches(spans, row_elements, key_elements, min(group_elements or GROUP_ELEMENTS, GROUP_ELEMENTS))
     groups = [_group(batch, block_table, turns, block_tokens, row_elements) for batch in batches]
     parts = [part for group in groups for part in group.parts]
     if sum(len(part.spans) * part.queries * part.keys for part in parts if not part.sees_all) > MASK_CELLS:
@@ -116,25 +118,25 @@ def make_plan(
     return Plan(groups, len(parts) == 1 and parts[0].rows == slice(0, len(turns)))
 
 
-def _batches(spans: list[Span], row_elements: int, key_elements: int) -> list[list[Span]]:
+def _batches(spans: list[Span], row_elements: int, key_elements: int, group_elements: int) -> list[list[Span]]:
     """All spans at once if the padding is cheap; else neighbours in length together."""
-    if not spans or _fits(spans, row_elements, key_elements):
+    if not spans or _fits(spans, row_elements, key_elements, group_elements):
         return [spans] if spans else []
     batches: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.queries, span.length), reverse=True):
-        if batches and _fits([*batches[-1], span], row_elements, key_elements):
+        if batches and _fits([*batches[-1], span], row_elements, key_elements, group_elements):
             batches[-1].append(span)
         else:
             batches.append([span])
     return batches
 
 
-def _fits(spans: Sequence[Span], row_elements: int, key_elements: int) -> bool:
+def _fits(spans: Sequence[Span], row_elements: int, key_elements: int, group_elements: int) -> bool:
     queries, keys = max(span.queries for span in spans), max(span.length for span in spans)
     tokens, cells = len(spans) * keys, len(spans) * keys * queries
     return (
         cells <= MASK_CELLS
-        and tokens * key_elements <= GROUP_ELEMENTS
+        and tokens * key_elements <= group_elements
         and len(spans) * queries * row_elements <= GROUP_ELEMENTS
         and tokens <= 2 * sum(span.length for span in spans) + FREE_TOKENS
         and cells <= 2 * sum(span.length * span.queries for span in spans) + FREE_CELLS

@@ -11,6 +11,9 @@
 #ifndef HEADS
 #define HEADS 128
 #endif
+#ifndef AHEAD  // 1: a tile's scores begin before the softmax of the one before, once its keys are there
+#define AHEAD 1
+#endif
 
 namespace {
 
@@ -79,6 +82,13 @@ __device__ __forceinline__ void fetch(void* to, const CUtensorMap* map, int row,
 __device__ __forceinline__ uint64_t descriptor(uint32_t address, int lead) {
     return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | static_cast<uint64_t>(lead >> 4) << 16 |
            static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 62;
+}
+
+// The same address, of which the compiler knows nothing: so it adds offsets where they are used, rather than keeping a
+// register for each of 36 descriptors.
+__device__ __forceinline__ uint32_t opaque(uint32_t address) {
+    asm volatile("" : "+r"(address));
+    return address;
 }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -183,93 +193,135 @@ __device__ __forceinline__ void clear_values(uint8_t* tile, int first) {
         *reinterpret_cast<uint4*>(tile + (thread % 64 / 8) * CHUNK_BYTES + row * 128 + thread % 8 * 16) = uint4{0, 0, 0, 0};
 }
 
+// What the second warpgroup keeps of a piece.
+struct Rows {
+    int seen[2], all_see;                            // keys that this thread's two rows see, and that every row does
+    float highest[2], total[2];
+};
+
+__device__ __forceinline__ void start_scores(Shared& shared, int tile, float (&s)[32]) {
+    const int buffer = tile & 1, parity = tile >> 1 & 1;
+    const uint32_t q_base = opaque(shared_address(shared.q)), k_base = opaque(shared_address(shared.k[buffer]));
+    if (AHEAD)
+        for (int group = 0; group < GROUPS; ++group) barrier_wait(&shared.k_full[buffer][group], parity);
+    wgmma_fence();
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+        if (!AHEAD) barrier_wait(&shared.k_full[buffer][group], parity);
+#pragma unroll
+        for (int step = 0; step < 4 * CHUNKS / GROUPS; ++step) {
+            const int offset = group * GROUP_BYTES + step / 4 * CHUNK_BYTES + step % 4 * 32;
+            multiply_keys(s, descriptor(q_base + offset, 16), descriptor(k_base + offset, 16), group + step > 0);
+        }
+    }
+    wgmma_commit();
+}
+
+// From a tile's scores to its probabilities and factors in shared memory.
+__device__ __forceinline__ void finish_scores(Shared& shared, int tile, int key, const Piece& piece, Rows& rows,
+                                              float scale, float (&s)[32]) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
+    const int buffer = tile & 1;
+    uint8_t* const k = shared.k[buffer];
+    if (key + KEYS > rows.all_see) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i)
+            if (key + i / 4 * 8 + lane % 4 * 2 + i % 2 >= rows.seen[i / 2 % 2]) s[i] = -INFINITY;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float most = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) most = fmaxf(most, fmaxf(s[4 * i + 2 * half], s[4 * i + 2 * half + 1]));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * scale;
+        const float now = most > rows.highest[half] + STALE ? most : rows.highest[half];
+        const float base = now == -INFINITY ? 0.0f : now;
+        const float alpha = exp2_fast(rows.highest[half] - base);
+        rows.highest[half] = now;
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+#pragma unroll
+            for (int j = 4 * i + 2 * half; j < 4 * i + 2 * half + 2; ++j) {
+                s[j] = exp2_fast(fmaf(s[j], scale, -base));
+                sum += s[j];
+            }
+        rows.total[half] = rows.total[half] * alpha + sum;
+        if (lane % 4 == 0) shared.alpha[buffer][row + 8 * half] = alpha;
+    }
+    // All four warps are done with the keys before the rope chunk and the rows behind the end are overwritten.
+    asm volatile("bar.sync 1, 128;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int at = (row + 8 * half) * 128 + ((i ^ (row & 7)) << 4) + lane % 4 * 4;
+            *reinterpret_cast<uint32_t*>(k + P_OFFSET + at) = pack_bf16(s[4 * i + 2 * half], s[4 * i + 2 * half + 1]);
+        }
+    if (key + KEYS > piece.end) clear_values(k, piece.end - key);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    warp_arrive(&shared.p_full[buffer]);
+}
+
 __device__ __forceinline__ void attend(Shared& shared, const int* plan, float* sums, float scale) {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
     const int pieces = plan[0];
-    const uint32_t q_base = shared_address(shared.q);
     int tile = 0, count = 0;
+    float s[1 + AHEAD][32];
     for (int index = blockIdx.x; index < pieces; index += gridDim.x, ++count) {
         const Piece piece = load_piece(plan, index);
-        const int seen[2] = {min(piece.visible + (piece.local + row) / HEADS, piece.end),
-                             min(piece.visible + (piece.local + row + 8) / HEADS, piece.end)};
-        const int all_see = min(piece.visible + piece.local / HEADS, piece.end);
-        float highest[2] = {-INFINITY, -INFINITY}, total[2] = {0.0f, 0.0f};
+        Rows rows{{min(piece.visible + (piece.local + row) / HEADS, piece.end),
+                   min(piece.visible + (piece.local + row + 8) / HEADS, piece.end)},
+                  min(piece.visible + piece.local / HEADS, piece.end),
+                  {-INFINITY, -INFINITY},
+                  {0.0f, 0.0f}};
         barrier_wait(&shared.q_full, count & 1);
-        for (int key = piece.begin; key < piece.end; key += KEYS, ++tile) {
-            const int buffer = tile & 1, parity = tile >> 1 & 1;
-            uint8_t* const k = shared.k[buffer];
-            const uint32_t k_base = shared_address(k);
-            float s[32];
-            wgmma_fence();
-#pragma unroll
-            for (int group = 0; group < GROUPS; ++group) {
-                barrier_wait(&shared.k_full[buffer][group], parity);
-#pragma unroll
-                for (int step = 0; step < 4 * CHUNKS / GROUPS; ++step) {
-                    const int offset = group * GROUP_BYTES + step / 4 * CHUNK_BYTES + step % 4 * 32;
-                    multiply_keys(s, descriptor(q_base + offset, 16), descriptor(k_base + offset, 16),
-                                  group + step > 0);
-                }
-            }
-            wgmma_commit();
+        int key = piece.begin;
+        const auto finish = [&](float (&done)[32]) {
+            pin(done);
+            if (key + KEYS >= piece.end) warp_arrive(&shared.q_free);
+            finish_scores(shared, tile, key, piece, rows, scale, done);
+            key += KEYS, ++tile;
+        };
+#if AHEAD
+        start_scores(shared, tile, s[0]);
+        while (key + 2 * KEYS < piece.end) {
+            start_scores(shared, tile + 1, s[1]);
+            wgmma_wait<1>();
+            finish(s[0]);
+            start_scores(shared, tile + 1, s[0]);
+            wgmma_wait<1>();
+            finish(s[1]);
+        }
+        if (key + KEYS < piece.end) {
+            start_scores(shared, tile + 1, s[1]);
+            wgmma_wait<1>();
+            finish(s[0]);
             wgmma_wait<0>();
-            pin(s);
-            const bool last = key + KEYS >= piece.end;
-            if (last) warp_arrive(&shared.q_free);
-            if (key + KEYS > all_see) {
+            finish(s[1]);
+        } else {
+            wgmma_wait<0>();
+            finish(s[0]);
+        }
+#else
+        while (key < piece.end) {
+            start_scores(shared, tile, s[0]);
+            wgmma_wait<0>();
+            finish(s[0]);
+        }
+#endif
 #pragma unroll
-                for (int i = 0; i < 32; ++i)
-                    if (key + i / 4 * 8 + lane % 4 * 2 + i % 2 >= seen[i / 2 % 2]) s[i] = -INFINITY;
-            }
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float most = -INFINITY;
-#pragma unroll
-                for (int i = 0; i < 8; ++i) most = fmaxf(most, fmaxf(s[4 * i + 2 * half], s[4 * i + 2 * half + 1]));
-                most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-                most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * scale;
-                const float now = most > highest[half] + STALE ? most : highest[half];
-                const float base = now == -INFINITY ? 0.0f : now;
-                const float alpha = exp2_fast(highest[half] - base);
-                highest[half] = now;
-                float sum = 0.0f;
-#pragma unroll
-                for (int i = 0; i < 8; ++i)
-#pragma unroll
-                    for (int j = 4 * i + 2 * half; j < 4 * i + 2 * half + 2; ++j) {
-                        s[j] = exp2_fast(fmaf(s[j], scale, -base));
-                        sum += s[j];
-                    }
-                total[half] = total[half] * alpha + sum;
-                if (lane % 4 == 0) shared.alpha[buffer][row + 8 * half] = alpha;
-            }
-            // All four warps are done with the keys before the rope chunk and the rows behind the end are overwritten.
-            asm volatile("bar.sync 1, 128;" ::: "memory");
-#pragma unroll
-            for (int i = 0; i < 8; ++i)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int at = (row + 8 * half) * 128 + ((i ^ (row & 7)) << 4) + lane % 4 * 4;
-                    *reinterpret_cast<uint32_t*>(k + P_OFFSET + at) =
-                        pack_bf16(s[4 * i + 2 * half], s[4 * i + 2 * half + 1]);
-                }
-            if (key + KEYS > piece.end) clear_values(k, piece.end - key);
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-            warp_arrive(&shared.p_full[buffer]);
-            if (last) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    float sum = total[half];
-                    sum += __shfl_xor_sync(~0u, sum, 1);
-                    sum += __shfl_xor_sync(~0u, sum, 2);
-                    if (lane % 4 == 0) {
-                        shared.inverse[count & 1][row + 8 * half] = sum > 0.0f ? 1.0f / sum : 0.0f;
-                        sums[index * ROWS + row + 8 * half] = sum > 0.0f ? highest[half] + __log2f(sum) : -INFINITY;
-                    }
-                }
-                warp_arrive(&shared.inverse_full[count & 1]);
+        for (int half = 0; half < 2; ++half) {
+            float sum = rows.total[half];
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            if (lane % 4 == 0) {
+                shared.inverse[count & 1][row + 8 * half] = sum > 0.0f ? 1.0f / sum : 0.0f;
+                sums[index * ROWS + row + 8 * half] = sum > 0.0f ? rows.highest[half] + __log2f(sum) : -INFINITY;
             }
         }
+        warp_arrive(&shared.inverse_full[count & 1]);
     }
 }
 

@@ -16,55 +16,76 @@ COPY_BLOCK = 1024
 
 
 @triton.jit
+def _key_row(
+    t, projected, kv_norm, cos, sin, positions, slots, latent, k_rope, cache, epsilon, PITCH: tl.constexpr,
+    FIRST: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Latent and key of token t, to their outputs and to the cache."""
+    columns, ropes = tl.arange(0, LATENT), tl.arange(0, ROPE)[None, :]
+    scale = tl.load(kv_norm + columns).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    wide = t.to(tl.int64)
+    values = tl.load(projected + wide * PITCH + FIRST + columns).to(tl.float32)
+    keys = tl.load(projected + wide * PITCH + FIRST + LATENT + ropes).to(tl.float32)
+    slot = tl.load(slots + t)
+    position = tl.load(positions + t + tl.arange(0, 1))
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    values = values * tl.math.rsqrt(tl.sum(values * values, 0) / LATENT + epsilon) * scale
+    keys = rotate_rows(keys, cos, sin, position, position >= 0, ROPE)
+    tl.store(latent + wide * LATENT + columns, values.to(latent.dtype.element_ty))
+    tl.store(k_rope + wide * ROPE + ropes, keys.to(k_rope.dtype.element_ty))
+    if slot >= 0:
+        row = cache + slot.to(tl.int64) * (LATENT + ROPE)
+        tl.store(row + columns, values.to(cache.dtype.element_ty))
+        tl.store(row + LATENT + ropes, keys.to(cache.dtype.element_ty))
+
+
+@triton.jit
+def _query_row(
+    t, projected, q_norm, q, epsilon, WIDTH: tl.constexpr, PITCH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """q of token t, normed, or copied where there is no q_norm."""
+    columns = tl.arange(0, BLOCK)
+    wide = t.to(tl.int64)
+    if q_norm is None:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        for first in range(0, WIDTH, BLOCK):
+            inside = first + columns < WIDTH
+            copied = tl.load(projected + wide * PITCH + first + columns, inside, 0.0)
+            tl.store(q + wide * WIDTH + first + columns, copied, inside)
+    else:
+        inside = columns < WIDTH
+        scale = tl.load(q_norm + columns, inside, 0.0).to(tl.float32)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        values = tl.load(projected + wide * PITCH + columns, inside, 0.0).to(tl.float32)
+        values = values * tl.math.rsqrt(tl.sum(values * values, 0) / WIDTH + epsilon) * scale
+        tl.store(q + wide * WIDTH + columns, values.to(q.dtype.element_ty), inside)
+
+
+@triton.jit
 def qkv_rows(
     projected, projected_kv, q_norm, kv_norm, cos, sin, positions, slots, q, latent, k_rope, cache, epsilon,
     Q_WIDTH: tl.constexpr, PITCH: tl.constexpr, KV_PITCH: tl.constexpr, KV_FIRST: tl.constexpr, LATENT: tl.constexpr,
     ROPE: tl.constexpr, Q_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A token's row: program (t, 0) the latent and the key, into `latent`, `k_rope` and the cache; (t, 1) the queries.
+    """Finish a token's row: program (t, 0) the latent and the key, (t, 1) the queries.
 
     Rows of projected [T, PITCH] begin with q; those of projected_kv [T, KV_PITCH] hold the latent and then the key from
-    column KV_FIRST on. q_norm None: q as it is.
+    column KV_FIRST on.
     """
-    t = tl.program_id(0)
-    wide = t.to(tl.int64)
     if tl.program_id(1) == 0:
-        columns, ropes = tl.arange(0, LATENT), tl.arange(0, ROPE)
-        scale = tl.load(kv_norm + columns).to(tl.float32)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        values = tl.load(projected_kv + wide * KV_PITCH + KV_FIRST + columns).to(tl.float32)
-        keys = tl.load(projected_kv + wide * KV_PITCH + KV_FIRST + LATENT + ropes[None, :]).to(tl.float32)
-        slot = tl.load(slots + t)
-        position = tl.load(positions + t + tl.arange(0, 1))
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
-        values = values * tl.math.rsqrt(tl.sum(values * values, 0) / LATENT + epsilon) * scale
-        keys = rotate_rows(keys, cos, sin, position, position >= 0, ROPE)
-        tl.store(latent + wide * LATENT + columns, values.to(latent.dtype.element_ty))
-        tl.store(k_rope + wide * ROPE + ropes[None, :], keys.to(k_rope.dtype.element_ty))
-        if slot >= 0:
-            row = cache + slot.to(tl.int64) * (LATENT + ROPE)
-            tl.store(row + columns, values.to(cache.dtype.element_ty))
-            tl.store(row + LATENT + ropes[None, :], keys.to(cache.dtype.element_ty))
+        _key_row(
+            tl.program_id(0), projected_kv, kv_norm, cos, sin, positions, slots, latent, k_rope, cache, epsilon, KV_PITCH,
+            KV_FIRST, LATENT, ROPE, PDL,
+        )  # fmt: skip
     else:
-        columns = tl.arange(0, Q_BLOCK)
-        if q_norm is not None:
-            scale = tl.load(q_norm + columns, columns < Q_WIDTH, 0.0).to(tl.float32)
-            if PDL:
-                tl.extra.cuda.gdc_wait()
-                tl.extra.cuda.gdc_launch_dependents()
-            values = tl.load(projected + wide * PITCH + columns, columns < Q_WIDTH, 0.0).to(tl.float32)
-            values = values * tl.math.rsqrt(tl.sum(values * values, 0) / Q_WIDTH + epsilon) * scale
-            tl.store(q + wide * Q_WIDTH + columns, values.to(q.dtype.element_ty), columns < Q_WIDTH)
-        else:
-            if PDL:
-                tl.extra.cuda.gdc_wait()
-                tl.extra.cuda.gdc_launch_dependents()
-            for c in range(0, Q_WIDTH, Q_BLOCK):
-                at = c + columns
-                values = tl.load(projected + wide * PITCH + at, at < Q_WIDTH, 0.0)
-                tl.store(q + wide * Q_WIDTH + at, values, at < Q_WIDTH)
+        _query_row(tl.program_id(0), projected, q_norm, q, epsilon, Q_WIDTH, PITCH, Q_BLOCK, PDL)
 
 
 def lower(node: GpuNode) -> tuple[Variant, ...]:
@@ -138,6 +159,6 @@ def _rows(node: GpuNode, projected: Typed | None, pitch: int, kv: Typed, kv_pitc
             "Q_BLOCK": triton.next_power_of_2(q_width) if normed else COPY_BLOCK,
             "PDL": node.arch.has_pdl,
         },
-        num_warps=4,
+        num_warps=8,
         pdl=True,
     )
