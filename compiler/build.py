@@ -27,6 +27,7 @@ from dsc.compiler.staging import Staging
 from dsc.compiler.targets import Target, make_target
 from dsc.runtime.errors import DscError, raise_all
 from dsc.runtime.spec import ModelSpec
+from dsc.runtime.tokenizer import Tokenizer
 
 AnyCheckpoint = Checkpoint | RandomCheckpoint
 
@@ -98,11 +99,13 @@ def compile_engine(
     progress = progress or Progress(quiet=True)
     target = check_buildable(recipe)
     checkpoint: AnyCheckpoint
+    told: tuple[str, ...] = ()
     if random is not None:
         checkpoint, recipe = random.apply(model or recipe.model, recipe)
     else:
         folder = find_model(model or recipe.model, fetch=download)
         checkpoint = Checkpoint.open(folder, read_config(folder), mtp=recipe.mtp.enabled)
+        told = _check_tokenizer(folder)
     _check_fit(recipe, checkpoint.spec)
     progress.step("graphs")
     graphs, report = make_graphs(recipe, checkpoint, dump)
@@ -110,7 +113,7 @@ def compile_engine(
     ledger = make_ledger(checkpoint, {name: values.expression for name, values in weights.items()})
     if random is not None:
         ledger = Ledger(())  # it balanced; of tensors that never were there is nothing to report
-    notes = (*checkpoint.notes, *report.notes())
+    notes = (*checkpoint.notes, *told, *report.notes())
     progress.step("kernels")
     target.prepare([lower(graph, onnx_sha256="") for graph in graphs])
     total = weight_bytes(graphs)
@@ -215,6 +218,14 @@ def _check_fit(recipe: Recipe, spec: ModelSpec) -> None:
             )
         )
     raise_all(recipe.where, faults)
+
+
+def _check_tokenizer(folder: Path) -> tuple[str, ...]:
+    """Raise DscError for a tokenizer that no engine could read; say where there is none."""
+    if not (folder / "tokenizer.json").is_file():
+        return (f"{folder.name} has no tokenizer.json: the engine takes and gives token ids",)
+    Tokenizer(folder)
+    return ()
 
 
 def _fusions(report: PipelineReport) -> dict[str, tuple[int, int]]:

@@ -25,10 +25,12 @@ class Tokenizer:
             raise DscError(
                 "the engine has no tokenizer.json", where=str(folder), try_="prompts of token ids, without stop strings"
             )
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise DscError("is not a tokenizer", where=str(path), got=str(error)) from error
         self._folder = folder
-        config = folder / "tokenizer_config.json"
-        self.config: dict[str, Any] = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+        self.config = _read_config(folder / "tokenizer_config.json")
         self.bos_token = _content(self.config.get("bos_token"))
         self.eos_token = _content(self.config.get("eos_token"))
 
@@ -117,6 +119,18 @@ class Tokenizer:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         return environment
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DscError("is not valid JSON", where=str(path), got=str(error)) from error
+    if not isinstance(config, dict):
+        raise DscError("is not a JSON object", where=str(path), got=type(config).__name__)
+    return config
 
 
 def _content(token: Any) -> str:
