@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support.engines import TINY_R1
+import yaml
+from support.engines import ROOT, TINY_R1
 from support.families import make_checkpoint
 
 from dsc import runtime
@@ -19,28 +20,21 @@ from dsc.compiler.recipe import load_recipe, packaged_recipes
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.engine import Engine
 
-CLASSES = ("experts", "attention", "kv_b", "dense_mlp", "shared_experts", "embeddings", "lm_head", "eh_proj")
-_PLAIN = {"embeddings": "bf16", "lm_head": "bf16", "eh_proj": "bf16"}
-
-
-def _formats(default: str, **classes: str) -> dict[str, str]:
-    return {**dict.fromkeys(CLASSES, default), **_PLAIN, **classes}
-
-
-# Recipe -> the shrunk family, and what each class of weight must be stored as: the recipe's own words, written out.
-RECIPES: dict[str, tuple[str, dict[str, str]]] = {
-    "r1-wint4": ("r1", _formats("fp8", experts="wint4:128")),
-    "r1-fp8": ("r1", _formats("fp8")),
-    "r1-wint4-a800": ("r1", _formats("wint8", experts="wint4:128")),
-    "r1-wint8-2node": ("r1", _formats("wint8")),
-    "v2-lite-wint4": ("v2-lite", _formats("wint4:128", kv_b="bf16")),
-    "kimi-k2-wint4": ("k2", _formats("fp8", experts="wint4:128")),
-    "tiny-r1-fp32": ("tiny-r1", dict.fromkeys(CLASSES, "fp32")),
-    "tiny-r1-bf16": ("tiny-r1", _formats("bf16")),
-    "tiny-r1-fp8": ("tiny-r1", _formats("fp8")),
-    "tiny-r1-wint8": ("tiny-r1", _formats("wint8", kv_b="bf16")),
-    "tiny-r1-wint4": ("tiny-r1", _formats("wint4:128", kv_b="bf16")),
+FAMILIES = {
+    "r1-wint4": "r1",
+    "r1-fp8": "r1",
+    "r1-wint4-a800": "r1",
+    "r1-wint8-2node": "r1",
+    "v2-lite-wint4": "v2-lite",
+    "kimi-k2-wint4": "k2",
+    "tiny-r1-fp32": "tiny-r1",
+    "tiny-r1-bf16": "tiny-r1",
+    "tiny-r1-fp8": "tiny-r1",
+    "tiny-r1-wint8": "tiny-r1",
+    "tiny-r1-wint4": "tiny-r1",
 }
+CLASSES = ("experts", "attention", "kv_b", "dense_mlp", "shared_experts", "embeddings", "lm_head", "eh_proj")
+UNLESS_NAMED = ("embeddings", "lm_head", "eh_proj")
 WITH_MTP = ("r1", "tiny-r1")
 
 
@@ -53,12 +47,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return make
 
 
-@pytest.fixture(scope="module", params=sorted(RECIPES))
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, checkpoint) -> tuple[str, Path]:
     name = request.param
     recipe = load_recipe(name).override("cpu", 1)
     folder = tmp_path_factory.mktemp("recipes") / f"{name}.engine"
-    return name, compile_engine(recipe, model=str(checkpoint(RECIPES[name][0])), output=folder).folder
+    return name, compile_engine(recipe, model=str(checkpoint(FAMILIES[name])), output=folder).folder
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +61,15 @@ def engine(built: tuple[str, Path]) -> Engine:
 
 
 def test_every_packaged_recipe_is_here() -> None:
-    assert sorted(RECIPES) == packaged_recipes()
+    assert sorted(FAMILIES) == packaged_recipes()
 
 
 def test_every_site_is_found_in_every_graph(built: tuple[str, Path]) -> None:
     name, folder = built
     report = EngineFolder.open(folder).report
-    models = ["main", "mtp"] if RECIPES[name][0] in WITH_MTP else ["main"]
+    models = ["main", "mtp"] if FAMILIES[name] in WITH_MTP else ["main"]
     graphs = {f"{model}.{phase}" for model in models for phase in ("prefill", "decode")}
-    layers, dense = (4, 1) if RECIPES[name][0] == "tiny-r1" else (3, 1)
+    layers, dense = (4, 1) if FAMILIES[name] == "tiny-r1" else (3, 1)
     wanted = {  # by hand, in main and in mtp
         "insert_embedding": (1, 1),
         "fuse_mtp_input": (0, 1),
@@ -99,18 +93,34 @@ def test_every_site_is_found_in_every_graph(built: tuple[str, Path]) -> None:
 
 def test_every_class_of_weight_is_stored_as_the_recipe_says(built: tuple[str, Path]) -> None:
     name, folder = built
-    wanted = RECIPES[name][1]
     found: dict[str, set[str]] = {}
     for entry in EngineFolder.open(folder).manifest.tensors.values():
         if entry.weight_class != "exact":
             found.setdefault(entry.weight_class, set()).add(entry.format)
-    classes = [c for c in CLASSES if c != "eh_proj" or RECIPES[name][0] in WITH_MTP]
-    assert found == {c: {wanted[c]} for c in classes}
+    classes = [c for c in CLASSES if c != "eh_proj" or FAMILIES[name] in WITH_MTP]
+    assert found == {c: {wanted_format(name, c)} for c in classes}
 
 
-def test_fp8_weights_keep_the_bytes_of_the_checkpoint(built: tuple[str, Path]) -> None:
+def wanted_format(recipe: str, weight_class: str) -> str:
+    """What the README says of a recipe's words, read from the file itself. All widths here divide by every group."""
+    text = yaml.safe_load((ROOT / "recipes" / f"{recipe}.yaml").read_text())
+    options = {name: value for entry in text["passes"] if isinstance(entry, dict) for name, value in entry.items()}
+    formats, plain = options["quantize_weights"], options["set_dtype"]["activations"]
+    if weight_class in formats.get("skip", ()):
+        return str(plain)
+    entry = formats.get(weight_class) or (formats.get("attention") if weight_class == "kv_b" else None)
+    if entry is None and weight_class not in UNLESS_NAMED:
+        entry = formats.get("default")
+    if entry is None:
+        return str(plain)
+    group = entry.get("group") or entry.get("groups", [0])[0]
+    return f"wint4:{group}" if entry["format"] == "wint4" else str(entry["format"])
+
+
+def test_what_stays_as_it_was_keeps_its_bytes(built: tuple[str, Path]) -> None:
     for record in EngineFolder.open(built[1]).report["weights"]:
-        if record["weight_class"] in ("exact", "embeddings", "lm_head", "eh_proj"):
+        unquantized = record["weight_class"] in UNLESS_NAMED and record["format"] in ("bf16", "fp32")
+        if record["weight_class"] == "exact" or unquantized:
             assert record["verdict"] == "exact", record
         elif record["format"] == "fp8":
             assert (record["verdict"], record["relative_error"]) == ("passed", 0.0), record
