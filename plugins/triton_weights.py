@@ -182,7 +182,7 @@ def product(
                           tile reads and which of them count; the others give zeros
     x_scales              float32 scales of the codes, [ceil(K/128), x_scales_step]; None without codes
     w, w_scales, w_rows   data and scales of the weight (of an expert: moved to it) and the tile's BN rows, all of them
-                          valid: clamp, and do not store. fp8: w_scales are those of 128 x 128 blocks; uint8 unless MATH is fp8
+                          valid: clamp, and do not store. fp8: scales of 128 x 128 blocks, the tile within one block of rows
     begin, end            multiples of BLOCK_K, or end = K
     KIND, GROUP           of the weight's Format
     MATH, BLOCK_K         from `math_of` and `block_k`
@@ -275,7 +275,7 @@ def _product_fp8(
     sums = _zeros(x_rows, w_rows, SWAP)
     EVEN: tl.constexpr = K % 128 == 0
     BLOCKS: tl.constexpr = (K + 128 - 1) // 128
-    w_block = w_scales + (w_rows // 128) * BLOCKS
+    w_block = w_scales + tl.min(w_rows, 0) // 128 * BLOCKS  # BN divides 128: one block of rows
     first = begin // 128
     w_scale = tl.load(w_block + first)
     x_scale = tl.load(x_scales + first.to(tl.int64) * x_scales_step + x_rows, x_inside, 0.0)
@@ -289,10 +289,8 @@ def _product_fp8(
         if MATH == "bf16":
             xs, ws = decode_e4m3(xs, MATH), decode_e4m3(ws, MATH)
         part = _dot(xs, ws, _zeros(x_rows, w_rows, SWAP), SWAP)
-        if SWAP:
-            sums += part * w_scale[:, None] * x_scale[None, :]
-        else:
-            sums += part * x_scale[:, None] * w_scale[None, :]
+        scale = w_scale * x_scale
+        sums += part * (scale[None, :] if SWAP else scale[:, None])
         w_scale, x_scale = w_ahead, x_ahead
     return sums
 
