@@ -14,6 +14,9 @@ from dsc.runtime.errors import DscError
 
 _SPARE_BYTES = 16 << 20  # graphs, programs, tokenizer and manifest, beside the weights
 
+# A disk, quota or file that can take no more, or a place that never could; other errors may be the source's.
+_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
+
 
 class Staging:
     """`with Staging(target, weight_bytes) as stage:` fill `stage.folder`, then `stage.commit()`.
@@ -51,7 +54,7 @@ class Staging:
         if not self._committed:  # afterwards the name may be another build's
             shutil.rmtree(self.folder, ignore_errors=True)
         self._release()
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+        if isinstance(error, OSError) and error.errno in _NOT_WRITTEN:
             got = error.strerror or str(error)
             raise DscError("the build cannot be written", where=str(self.target), got=got) from error
 
