@@ -12,6 +12,7 @@ from dsc.compiler.checkpoint import Checkpoint
 from dsc.compiler.config import read_config
 from dsc.compiler.emit import emit, gather, place
 from dsc.compiler.engine_writer import EngineContents, weight_bytes, write_engine
+from dsc.compiler.fit import check_fit
 from dsc.compiler.hub import find_model
 from dsc.compiler.importer.model import import_main, import_mtp
 from dsc.compiler.ir.graph import Graph
@@ -26,7 +27,6 @@ from dsc.compiler.recipe import Mtp, Recipe
 from dsc.compiler.staging import Staging
 from dsc.compiler.targets import Target, make_target
 from dsc.runtime.errors import DscError, raise_all
-from dsc.runtime.spec import ModelSpec
 from dsc.runtime.tokenizer import Tokenizer
 
 AnyCheckpoint = Checkpoint | RandomCheckpoint
@@ -106,7 +106,7 @@ def compile_engine(
         folder = find_model(model or recipe.model, fetch=download)
         checkpoint = Checkpoint.open(folder, read_config(folder), mtp=recipe.mtp.enabled)
         told = _check_tokenizer(folder)
-    _check_fit(recipe, checkpoint.spec)
+    check_fit(recipe, checkpoint.spec)
     progress.step("graphs")
     graphs, report = make_graphs(recipe, checkpoint, dump)
     weights = gather(graphs)
@@ -196,28 +196,12 @@ def check_buildable(recipe: Recipe) -> Target:
     return target
 
 
-def _check_fit(recipe: Recipe, spec: ModelSpec) -> None:
-    """Raise DscError where the recipe and the model do not go together."""
-    faults = []
-    if recipe.limits.context_tokens > spec.max_position_embeddings:
-        faults.append(
-            DscError(
-                "limits.context_tokens is longer than the model's context",
-                where=recipe.where,
-                wanted=f"at most {spec.max_position_embeddings} (max_position_embeddings)",
-                got=str(recipe.limits.context_tokens),
-            )
-        )
-    if recipe.mtp.enabled and not spec.num_mtp_layers:
-        faults.append(
-            DscError(
-                "mtp is enabled and the checkpoint has no MTP layer",
-                where=recipe.where,
-                wanted="num_nextn_predict_layers: 1 and its tensors",
-                try_="mtp: {enabled: false, drafts: 0}",
-            )
-        )
-    raise_all(recipe.where, faults)
+def _check_tokenizer(folder: Path) -> tuple[str, ...]:
+    """Raise DscError for a tokenizer that no engine could read; say where there is none."""
+    if not (folder / "tokenizer.json").is_file():
+        return (f"{folder.name} has no tokenizer.json: the engine takes and gives token ids",)
+    Tokenizer(folder)
+    return ()
 
 
 def _check_tokenizer(folder: Path) -> tuple[str, ...]:

@@ -120,6 +120,20 @@ def _map(file: Path, offset: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=offset - start)
 
 
+def check_names(
+    folder: Path, spec: ModelSpec, names: set[str], *, mtp: bool = True
+) -> tuple[ModelSpec, tuple[str, ...]]:
+    """What `Checkpoint.open` would say of tensors of these names, whose files are not here: the spec as stored, and notes.
+
+    raises  DscError with every missing and unknown tensor
+    """
+    shards = Shards()
+    spec = _settle_mtp(spec, names, mtp, shards, folder)
+    _compare(spec, shards, names - _dropped(spec, names, mtp).keys(), folder)
+    raise_all(f"{folder} cannot be used", shards.faults)
+    return spec, tuple(shards.notes)
+
+
 def _settle_mtp(spec: ModelSpec, names: set[str], mtp: bool, shards: Shards, folder: Path) -> ModelSpec:
     """Declared and stored MTP layers compared; the spec with the layer that will be used, or without."""
     expected = mtp_tensors(spec)

@@ -89,6 +89,40 @@ def compile_(
 
 
 @main.command()
+@click.argument("recipe")
+@click.option("--model", help="A config.json, a folder that has one, or a known model's name. Default: the recipe's.")
+@click.option("--target", help="Plan for another target than the recipe's.")
+@click.option("--ranks", type=int, help="Plan for this number of tensor ranks instead of the recipe's.")
+@click.option(
+    "--gpu", "gpus", multiple=True, help="h200, h100, a800, ...; repeat for several. Default: all of the target."
+)
+@click.option("--sequence-tokens", type=int, help="What a sequence holds on average, for suggested settings.  [4096]")
+@click.option("--json", "as_json", is_flag=True, help="The plan as JSON.")
+def plan(
+    recipe: str,
+    model: str | None,
+    target: str | None,
+    ranks: int | None,
+    gpus: tuple[str, ...],
+    sequence_tokens: int | None,
+    as_json: bool,
+) -> None:
+    """Tell what an engine will be, before any download. Exit code 1: it does not fit on a GPU that --gpu names."""
+    from dsc.compiler.planning.plan import make_plan
+    from dsc.compiler.recipe import load_recipe
+
+    made = make_plan(load_recipe(recipe).override(target, ranks), model, gpus, sequence_tokens)
+    if as_json:
+        click.echo(json.dumps(made.to_json(), indent=2))
+    else:
+        from dsc.compiler.planning.tables import show
+
+        show(made)
+    if gpus and not all(item.fits for item in made.fits):
+        sys.exit(1)
+
+
+@main.command()
 @click.argument("engine", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Everything, as JSON.")
 @click.option("--layer", type=int, help="One layer, node by node.")
@@ -131,16 +165,23 @@ def inspect(engine: Path, as_json: bool, layer: int | None, fusion: bool, verify
 @click.option("--ignore-eos", is_flag=True, default=None, help="Go on after an end-of-text token.")
 @click.option("--drafts", type=int, help="Tokens to draft ahead with the MTP layer. Default: the engine's.")
 @click.option("--device", help="cpu or cuda. Default: the engine's target.")
+@click.option("--gpu-memory", type=float, help="GB of the GPU's memory to take in all, weights and cache.")
 @click.option("--json", "as_json", is_flag=True, help="Token ids, text and finish reason as JSON.")
 def generate(
-    engine: Path, prompts: tuple[str, ...], chat: bool, device: str | None, as_json: bool, **options: Any
+    engine: Path,
+    prompts: tuple[str, ...],
+    chat: bool,
+    device: str | None,
+    gpu_memory: float | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Generate text with an engine; one prompt is shown as it comes."""
     from dsc import runtime
 
     options["stop"] = list(options["stop"])
     texts = list(prompts) or [_read_prompt()]
-    loaded = runtime.load(engine, device)
+    loaded = runtime.load(engine, device, gpu_memory=_gigabytes(gpu_memory))
     asked = [[{"role": "user", "content": text}] if chat else text for text in texts]
     if len(texts) == 1 and not as_json:
         stream = loaded.stream(asked[0], **options)  # refuses before anything is printed
@@ -169,6 +210,81 @@ def _read_prompt() -> str:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise DscError("standard input is not UTF-8 text", got=str(error)) from error
+
+
+@main.command()
+@click.argument("engine", type=PATH)
+@click.option("--batch", help="Sequences of a decode step, as 1,16,64. Default: 1 to 256 as far as the engine goes.")
+@click.option("--context", help="Tokens of each sequence, as 2048,4096. Default: 2048 to 8192 as far as it goes.")
+@click.option(
+    "--steps", type=click.IntRange(1), default=16, show_default=True, help="Decode steps to take the median of."
+)
+@click.option("--no-prefill", is_flag=True, help="Decode only.")
+@click.option("--nodes", is_flag=True, help="Also time every node of one layer.")
+@click.option("--plot", type=PATH, help="Write a PNG of rate against batch, with the floor (needs matplotlib).")
+@click.option("--device", help="cpu or cuda. Default: the engine's target.")
+@click.option("--gpu-memory", type=float, help="GB of the GPU's memory to take in all, weights and cache.")
+@click.option("--json", "as_json", is_flag=True, help="All figures as JSON.")
+def bench(
+    engine: Path,
+    batch: str | None,
+    context: str | None,
+    steps: int,
+    no_prefill: bool,
+    nodes: bool,
+    plot: Path | None,
+    device: str | None,
+    gpu_memory: float | None,
+    as_json: bool,
+) -> None:
+    """Measure decode and prefill of an engine against the least time its steps can take."""
+    from dsc.runtime.bench import run_bench
+    from dsc.runtime.bench_tables import show
+
+    data = run_bench(
+        engine,
+        batches=_numbers("--batch", batch),
+        contexts=_numbers("--context", context),
+        steps=steps,
+        prefill=not no_prefill,
+        nodes=nodes,
+        device=device,
+        gpu_memory=_gigabytes(gpu_memory),
+    )
+    if plot is not None:
+        from dsc.runtime.bench_plot import plot as write_plot
+
+        write_plot(data, plot)
+    if as_json:
+        click.echo(json.dumps(data, indent=2))
+    else:
+        show(data)
+
+
+@main.command()
+@click.argument("folder", type=PATH, required=False)
+@click.option("--json", "as_json", is_flag=True, help="All facts as JSON.")
+def doctor(folder: Path | None, as_json: bool) -> None:
+    """Tell what this machine has for running engines; FOLDER: whose disk to read, or an engine to judge."""
+    from dsc.runtime.doctor import check_folder, examine, report
+
+    check_folder(folder)
+    data = examine(folder)
+    click.echo(json.dumps(data, indent=2) if as_json else "\n".join(report(data)))
+
+
+def _numbers(option: str, text: str | None) -> list[int] | None:
+    """Whole numbers from 1 on, by commas."""
+    if text is None:
+        return None
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise DscError(f"{option} is no list of numbers", wanted="1,16,64", got=text)
+    return sorted({int(part) for part in parts})
+
+
+def _gigabytes(number: float | None) -> float | None:
+    return None if number is None else number * 1e9
 
 
 @main.command()

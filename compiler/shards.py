@@ -42,7 +42,7 @@ def find_shards(folder: Path) -> Shards:
 
 def _indexed(folder: Path) -> Shards:
     shards, index = Shards(), folder / INDEX
-    by_file = _read_index(index)
+    by_file = index_files(index)
     if (folder / SINGLE).exists() and SINGLE not in by_file:
         shards.faults.append(DscError(f"{SINGLE} lies beside an index that does not name it", where=str(index)))
     for file, names in sorted(by_file.items()):
@@ -61,7 +61,7 @@ def _indexed(folder: Path) -> Shards:
     return shards
 
 
-def _read_index(index: Path) -> dict[str, set[str]]:
+def index_files(index: Path) -> dict[str, set[str]]:
     """file -> the names it holds."""
     data = read_json(index, str(index))
     weight_map: Any = data.get("weight_map") if isinstance(data, dict) else None

@@ -67,9 +67,9 @@ def facts_table(data: Data) -> Table:
         ("decode buckets", ", ".join(map(str, limits["decode_buckets"])) or "none"),
         ("cache", f"{cache['dtype']}, blocks of {cache['block_tokens']} tokens, rope {cache['rope_order']}"),
         ("cache a token", f"{cache['token_bytes']['total']:,} bytes = {per_token}"),
-        ("weights", f"{_size(engine['weight_bytes'])} of {_size(engine['bytes'])}"),
+        ("weights", f"{size_text(engine['weight_bytes'])} of {size_text(engine['bytes'])}"),
     ]
-    return _table(engine["name"], ("", ""), rows, header=False)
+    return make_table(engine["name"], ("", ""), rows, header=False)
 
 
 def fusion_table(data: Data) -> Table:
@@ -83,7 +83,7 @@ def fusion_table(data: Data) -> Table:
         note = f"{allowed['count']} may be missed: {allowed['reason']}" if allowed else ""
         rows.append((name, *map(_sites, entries), note))
     columns = ("pass", *(graph.replace(".", "\n") for graph in graphs), "")
-    return _table("fusion sites: found / expected", columns, rows, right=range(1, len(graphs) + 1))
+    return make_table("fusion sites: found / expected", columns, rows, right=range(1, len(graphs) + 1))
 
 
 def fusion_summary(data: Data) -> str:
@@ -98,7 +98,7 @@ def fusion_summary(data: Data) -> str:
 def declined_table(data: Data) -> Table:
     """Sites that were looked at and left, each with the reason."""
     rows = [(site["pass"], site["graph"], site["node"], _reason(site)) for site in data["declined"]]
-    return _table("declined sites", ("pass", "graph", "node", "reason"), rows)
+    return make_table("declined sites", ("pass", "graph", "node", "reason"), rows)
 
 
 def weights_table(data: Data) -> Table:
@@ -108,7 +108,7 @@ def weights_table(data: Data) -> Table:
             entry["weight_class"],
             entry["format"],
             f"{entry['count']:,}",
-            _size(entry["bytes"]),
+            size_text(entry["bytes"]),
             _error(entry["worst_relative_error"]),
             _error(entry["worst_row_error"]),
             _how(entry),
@@ -116,7 +116,7 @@ def weights_table(data: Data) -> Table:
         for entry in data["weights"]
     ]
     columns = ("class", "format", "weights", "bytes", "worst\nerror", "worst\nrow", "how")
-    return _table("weights", columns, rows, right=range(2, 6))
+    return make_table("weights", columns, rows, right=range(2, 6))
 
 
 def _how(entry: Data) -> str:
@@ -132,15 +132,15 @@ def memory_table(data: Data) -> Table:
         (
             name,
             str(data["graphs"][name]["nodes"]),
-            _size(memory["arena_bytes"]),
-            _size(memory["live_bytes"]),
+            size_text(memory["arena_bytes"]),
+            size_text(memory["live_bytes"]),
             f"{memory['arena_bytes'] / memory['live_bytes'] - 1:.1%}" if memory["live_bytes"] else "",
-            _size(memory["input_bytes"] + memory["output_bytes"]),
+            size_text(memory["input_bytes"] + memory["output_bytes"]),
         )
         for name, memory in data["memory"].items()
     ]
     columns = ("graph", "nodes", "arena", "needed\nat once", "above it", "inputs,\noutputs")
-    return _table("memory plan, largest step", columns, rows, right=range(1, 6))
+    return make_table("memory plan, largest step", columns, rows, right=range(1, 6))
 
 
 def ledger_table(data: Data) -> Table:
@@ -148,16 +148,16 @@ def ledger_table(data: Data) -> Table:
     ledger = data["ledger"]
     how = {"dropped": ", ".join(f"{rule}: {count}" for rule, count in ledger["rules"].items())}
     rows = [
-        (state, f"{ledger[state]['count']:,}", _size(ledger[state]["bytes"]), how.get(state, ""))
+        (state, f"{ledger[state]['count']:,}", size_text(ledger[state]["bytes"]), how.get(state, ""))
         for state in ("consumed", "derived", "dropped")
     ]
-    return _table("tensors of the checkpoint", ("", "tensors", "bytes", "rule"), rows, right=(1, 2))
+    return make_table("tensors of the checkpoint", ("", "tensors", "bytes", "rule"), rows, right=(1, 2))
 
 
 def files_table(data: Data) -> Table:
     """Files with sizes and the first digits of their hashes."""
     rows = [(file["path"], f"{file['bytes']:,}", file["sha256"][:16]) for file in data["files"]]
-    return _table("files", ("path", "bytes", "sha256"), rows, right=(1,))
+    return make_table("files", ("path", "bytes", "sha256"), rows, right=(1,))
 
 
 def layer_lines(layer: Data) -> Iterable[str]:
@@ -208,7 +208,7 @@ def _error(value: float) -> str:
     return f"{value:.3g}" if value else "0"
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
     """Bytes in decimal units, as file sizes are told elsewhere."""
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if num_bytes >= factor:
@@ -220,10 +220,12 @@ def _count(number: int, noun: str, nouns: str = "") -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {nouns or noun + 's'}"
 
 
-def _table(
+def make_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = (), header: bool = True
 ) -> Table:
-    """Cells of found sites hold our markup; all others are escaped, for names may hold brackets."""
+    """A table; the columns of `right` hold numbers. Cells of found sites hold our markup, all others are escaped, for names
+    may hold brackets.
+    """
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_header=header)
     aligned = set(right)
     for i, column in enumerate(columns):

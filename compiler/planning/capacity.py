@@ -1,0 +1,213 @@
+"""What fits: weights of each rank, memory of a step, tokens of cache on a GPU, and the settings that use it best.
+
+Memory of a step is worked out from widths: the most that one op of the prefill graph needs at once. What CUDA, its graphs
+and kernels' own workspace take besides comes out of the share of memory that is left alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dsc.compiler.ir.weight import DTYPE_BYTES
+from dsc.compiler.planning.gpus import Gpu
+from dsc.compiler.planning.sharding import BY_VOCABULARY, Mesh, rank_bytes, stage_layers
+from dsc.compiler.planning.weights import PlannedWeight
+from dsc.compiler.recipe import Recipe
+from dsc.runtime.spec import ModelSpec
+
+MEMORY_SHARE = 0.9  # of a GPU's memory that weights, step and cache may fill
+STEP_SHARE = 0.1  # of what the weights leave, that a suggested step may fill
+CONTEXTS = (1024, 4096, 8192, 16384, 32768, 65536, 131072)
+STEPS = (16384, 8192, 4096, 2048, 1024, 512, 256)  # tokens of a step that are suggested
+SEQUENCES = (1024, 768, 512, 384, 256, 192, 128, 96, 64, 48, 32, 24, 16, 8, 4, 2, 1)
+LOGIT_BYTES = DTYPE_BYTES["float32"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage: its decoder layers (the MTP layer is the one behind the last), bytes of each of its ranks by
+    weight class, and cache bytes a token.
+    """
+
+    layers: tuple[int, ...]
+    bytes_by_class: Mapping[str, int]
+    token_bytes: int
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(self.bytes_by_class.values())
+
+
+def make_stages(spec: ModelSpec, recipe: Recipe, weights: Sequence[PlannedWeight], mesh: Mesh) -> list[Stage]:
+    """The stages of a recipe's engine. Embeddings lie on the first, norm and head and MTP layer on the last, which needs the
+    embeddings too where it has an MTP layer.
+    """
+    ranges = [set(layers) for layers in stage_layers(spec.num_layers, recipe.parallel.pipeline)]
+    if recipe.mtp.enabled:
+        ranges[-1].add(spec.num_layers)
+    token_bytes = spec.cache_width * DTYPE_BYTES[recipe.kv_cache.dtype]
+    stages = []
+    for number, layers in enumerate(ranges):
+        by_class: dict[str, int] = defaultdict(int)
+        for weight in weights:
+            held = len(layers.intersection(weight.layers)) if weight.layers else _holds(spec, recipe, weight, number)
+            if held:
+                by_class[weight.weight_class] += held * rank_bytes(spec, weight, mesh)
+        stages.append(Stage(tuple(sorted(layers)), dict(sorted(by_class.items())), len(layers) * token_bytes))
+    return stages
+
+
+def _holds(spec: ModelSpec, recipe: Recipe, weight: PlannedWeight, stage: int) -> bool:
+    """Whether a stage holds a weight from outside the layers."""
+    first, last = stage == 0, stage == recipe.parallel.pipeline - 1
+    if weight.name == BY_VOCABULARY[0]:
+        return first or (last and (recipe.mtp.enabled or spec.tie_word_embeddings))
+    return last or weight.name.startswith("rope.")
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes of a step on one rank: `arena_bytes` of intermediates, `io_bytes` of inputs and outputs, kept twice."""
+
+    arena_bytes: int
+    io_bytes: int
+
+    @property
+    def total(self) -> int:
+        return self.arena_bytes + 2 * self.io_bytes
+
+
+def step_memory(spec: ModelSpec, recipe: Recipe, mesh: Mesh, batch_tokens: int, sequences: int) -> StepMemory:
+    """Memory of the largest step: `batch_tokens` tokens, logits of every row that is sampled."""
+    size = _activation_bytes(recipe)
+    hidden, heads = spec.hidden_size, spec.num_heads // mesh.tensor
+    queries, values = heads * spec.qk_head_dim, heads * spec.v_head_dim
+    cached, lora = spec.cache_width, spec.q_lora_rank or 0
+    # Values a token that are needed at once, the residual stream among them.
+    ops = [
+        lora + queries + cached + hidden,
+        queries + values + cached + hidden,
+        4 * hidden,  # AddRmsNorm: two in, two out
+    ]
+    if spec.num_dense_layers:
+        dense = spec.intermediate_size // mesh.tensor
+        ops += [3 * dense + hidden, 2 * dense + 2 * hidden]
+    if spec.num_experts:
+        ops.append(_moe_values(spec, recipe, mesh))
+    rows = min(batch_tokens, sequences * (1 + recipe.mtp.drafts)) if recipe.target != "cpu" else batch_tokens
+    io = rows * spec.vocab_size * LOGIT_BYTES + batch_tokens * hidden * size
+    return StepMemory(max(ops) * batch_tokens * size, io)
+
+
+def _moe_values(spec: ModelSpec, recipe: Recipe, mesh: Mesh) -> int:
+    """Values a token: x, y and the residual; on a GPU also an inner and an outer row for each of a token's experts."""
+    rows = spec.experts_per_token + (1 if spec.num_shared_experts else 0)
+    widths = spec.moe_intermediate_size // mesh.expert_width_ways + spec.hidden_size
+    chosen = spec.experts_per_token * (4 + 4) // _activation_bytes(recipe)
+    return 3 * spec.hidden_size + chosen + (rows * widths if recipe.target != "cpu" else 0)
+
+
+def _activation_bytes(recipe: Recipe) -> int:
+    activations = [getattr(e.instance, "activations", "fp32") for e in recipe.passes if e.name == "set_dtype"]
+    return DTYPE_BYTES["bfloat16"] if activations == ["bf16"] else DTYPE_BYTES["float32"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to serve with: the largest step, sequences at once, cache blocks."""
+
+    batch_tokens: int
+    sequences: int
+    cache_blocks: int
+
+
+@dataclass(frozen=True)
+class Fit:
+    """An engine on one kind of GPU.
+
+    reasons         why it does not fit, () where it does: one sequence of the full context has room beside a step
+    cache_tokens    tokens that fit at the recipe's limits; 0 where nothing is left
+    sequences_at    sequences of so many tokens that fit at once
+    best            settings for sequences that hold `sequence_tokens` on average; None where it does not fit
+    """
+
+    gpu: Gpu
+    usable_bytes: int
+    weight_bytes: int
+    step_bytes: int
+    cache_bytes: int
+    cache_tokens: int
+    sequences_at: Mapping[int, int]
+    best: Settings | None
+    sequence_tokens: int
+    reasons: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        return not self.reasons
+
+
+def fit(spec: ModelSpec, recipe: Recipe, stages: Sequence[Stage], mesh: Mesh, gpu: Gpu, sequence_tokens: int) -> Fit:
+    """Whether an engine fits on GPUs of one kind, one rank on each; the fullest stage decides.
+
+    sequence_tokens  what a sequence holds on average, for the suggested settings
+    """
+    limits = recipe.limits
+    usable = int(gpu.memory_bytes * MEMORY_SHARE)
+    weights = max(stage.weight_bytes for stage in stages)
+
+    step = step_memory(spec, recipe, mesh, limits.batch_tokens, limits.sequences).total
+
+    def tokens(num_bytes: int) -> int:
+        block = recipe.kv_cache.block_tokens
+        return max(num_bytes, 0) // (block * max(stage.token_bytes for stage in stages)) * block
+
+    left = max(usable - weights - step, 0)
+    held = tokens(left)
+    reasons = _reasons(recipe, gpu, usable - weights, held)
+    best = None
+    if not reasons:
+        best = _best(spec, recipe, mesh, usable - weights, tokens, sequence_tokens)
+    contexts = sorted({limits.context_tokens, *(n for n in CONTEXTS if n <= limits.context_tokens)})
+    return Fit(
+        gpu=gpu,
+        usable_bytes=usable,
+        weight_bytes=weights,
+        step_bytes=step,
+        cache_bytes=left,
+        cache_tokens=held,
+        sequences_at={n: held // n for n in contexts},
+        best=best,
+        sequence_tokens=sequence_tokens,
+        reasons=reasons,
+    )
+
+
+def _reasons(recipe: Recipe, gpu: Gpu, left: int, held: int) -> tuple[str, ...]:
+    if recipe.target not in ("cpu", gpu.target):
+        return (f"an engine for {recipe.target} does not run on it: --target {gpu.target}",)
+    if left < 0:
+        return (f"weights are {-left:,} bytes too large",)
+    if held < recipe.limits.context_tokens:
+        return (f"a step and the cache of one sequence need more: {held:,} tokens have room",)
+    return ()
+
+
+def _best(
+    spec: ModelSpec, recipe: Recipe, mesh: Mesh, left: int, tokens: Callable[[int], int], sequence_tokens: int
+) -> Settings | None:
+    """The most sequences; of steps that allow as many, the largest. A step fills at most STEP_SHARE of `left`."""
+    found: list[tuple[int, int, int]] = []
+    for batch_tokens in STEPS:
+        for sequences in (n for n in SEQUENCES if n <= batch_tokens):
+            step = step_memory(spec, recipe, mesh, batch_tokens, sequences).total
+            held = tokens(left - step)
+            if step <= left * STEP_SHARE and held >= max(sequences * sequence_tokens, recipe.limits.context_tokens):
+                found.append((sequences, batch_tokens, held // recipe.kv_cache.block_tokens))
+                break
+    if not found:
+        return None
+    sequences, batch_tokens, blocks = max(found)
+    return Settings(batch_tokens, sequences, blocks)

@@ -1,0 +1,155 @@
+"""`dsc plan`: what a recipe makes of a model, before anything is downloaded or built."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dsc.compiler.fit import check_fit
+from dsc.compiler.ir.weight import DTYPE_BYTES
+from dsc.compiler.planning.capacity import Fit, Stage, fit, make_stages
+from dsc.compiler.planning.gpus import find_gpu, gpus_of
+from dsc.compiler.planning.sharding import Mesh, allowed_meshes, check_parallel
+from dsc.compiler.planning.source import Source, read_source
+from dsc.compiler.planning.weights import PlannedWeight, planned_weights
+from dsc.compiler.recipe import Recipe
+from dsc.runtime.spec import ModelSpec
+
+SEQUENCE_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class ClassTotal:
+    """Weights of one class in one format, over all ranks' shares counted once."""
+
+    weight_class: str
+    format: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an engine will be.
+
+    weights      totals by class and format, each weight once; ranks repeat what cannot be split
+    token_bytes  cache bytes of one token by model, over all layers
+    stages       one for each pipeline stage: what each of its ranks holds
+    ways         meshes of the recipe's number of ranks, and those of fewer, that can hold the model
+    notes        what a user must hear
+    """
+
+    recipe: Recipe
+    spec: ModelSpec
+    source: Source
+    weights: tuple[ClassTotal, ...]
+    token_bytes: Mapping[str, int]
+    mesh: Mesh
+    stages: tuple[Stage, ...]
+    ways: tuple[Mesh, ...]
+    fits: tuple[Fit, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(total.bytes for total in self.weights)
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as a JSON object; bytes are whole numbers."""
+        source = {"bytes": self.source.bytes, "read_from": self.source.read_from}
+        return {
+            "recipe": self.recipe.name,
+            "model": self.recipe.model,
+            "target": self.recipe.target,
+            "parallel": asdict(self.recipe.parallel),
+            "source": source,
+            "weights": [asdict(total) for total in self.weights],
+            "weight_bytes": self.weight_bytes,
+            "cache": {"dtype": self.recipe.kv_cache.dtype, "token_bytes": dict(self.token_bytes)},
+            "stages": [
+                {
+                    "layers": list(stage.layers),
+                    "rank_bytes": stage.weight_bytes,
+                    "rank_bytes_by_class": dict(stage.bytes_by_class),
+                    "token_bytes": stage.token_bytes,
+                }
+                for stage in self.stages
+            ],
+            "ways": [asdict(mesh) for mesh in self.ways],
+            "gpus": [_fit_json(item) for item in self.fits],
+            "notes": list(self.notes),
+        }
+
+
+def make_plan(
+    recipe: Recipe,
+    model: str | None = None,
+    gpus: Sequence[str] = (),
+    sequence_tokens: int | None = None,
+) -> Plan:
+    """Plan a recipe's engine.
+
+    model            config.json, folder or name instead of the recipe's
+    gpus             names of `dsc.compiler.planning.gpus`; none: all that the recipe's target runs on
+    sequence_tokens  what a sequence holds on average, for suggested settings
+    raises           DscError for a model that is not known, does not fit the recipe, or cannot be split as it says
+    """
+    named = [find_gpu(name) for name in gpus] or gpus_of(recipe.target)
+    source = read_source(model or recipe.model, recipe)
+    spec = source.spec
+    check_fit(recipe, spec)
+    weights = planned_weights(spec, recipe)
+    mesh = check_parallel(spec, weights, recipe.parallel, recipe.where)
+    stages = make_stages(spec, recipe, weights, mesh)
+    tokens = min(sequence_tokens or SEQUENCE_TOKENS, recipe.limits.context_tokens)
+    ways = [way for way in allowed_meshes(spec, weights, mesh.num_ranks) if way.num_ranks == mesh.num_ranks]
+    return Plan(
+        recipe=recipe,
+        spec=spec,
+        source=source,
+        weights=_totals(weights),
+        token_bytes=_token_bytes(spec, recipe),
+        mesh=mesh,
+        stages=tuple(stages),
+        ways=tuple(ways),
+        fits=tuple(fit(spec, recipe, stages, mesh, gpu, tokens) for gpu in named),
+        notes=(*source.notes, *_format_notes(weights)),
+    )
+
+
+def _totals(weights: Iterable[PlannedWeight]) -> tuple[ClassTotal, ...]:
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: dict[tuple[str, str], int] = defaultdict(int)
+    for weight in weights:
+        counts[weight.weight_class, weight.format_name] += weight.count
+        sizes[weight.weight_class, weight.format_name] += weight.nbytes
+    return tuple(ClassTotal(*key, counts[key], sizes[key]) for key in sorted(sizes))
+
+
+def _token_bytes(spec: ModelSpec, recipe: Recipe) -> dict[str, int]:
+    one = spec.cache_width * DTYPE_BYTES[recipe.kv_cache.dtype]
+    return {"main": spec.num_layers * one, **({"mtp": one} if recipe.mtp.enabled else {})}
+
+
+def _format_notes(weights: Iterable[PlannedWeight]) -> list[str]:
+    """Weights whose format is not the recipe's first choice."""
+    return [f"{w.name}: stored as {w.format_name}, {w.why}" for w in weights if w.why]
+
+
+def _fit_json(item: Fit) -> dict[str, Any]:
+    return {
+        "gpu": item.gpu.name,
+        "target": item.gpu.target,
+        "fits": item.fits,
+        "reasons": list(item.reasons),
+        "memory_bytes": item.gpu.memory_bytes,
+        "usable_bytes": item.usable_bytes,
+        "rank_bytes": item.weight_bytes,
+        "step_bytes": item.step_bytes,
+        "cache_bytes": item.cache_bytes,
+        "cache_tokens": item.cache_tokens,
+        "sequences_at": {str(tokens): count for tokens, count in item.sequences_at.items()},
+        "best": {**asdict(item.best), "sequence_tokens": item.sequence_tokens} if item.best else None,
+    }

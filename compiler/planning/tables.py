@@ -1,0 +1,108 @@
+"""What `dsc plan` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from dsc.compiler.planning.capacity import MEMORY_SHARE, Fit
+from dsc.compiler.planning.plan import Plan
+from dsc.runtime.inspect_tables import PIPE_COLUMNS, make_table, size_text
+
+SHOWN_WAYS = 12
+
+
+def show(plan: Plan, console: Console | None = None) -> None:
+    """Print a plan."""
+    console = console or Console()
+    if not console.is_terminal:
+        console = Console(file=console.file, width=PIPE_COLUMNS)
+    console.print(_facts(plan))
+    console.print(_weights(plan))
+    if plan.fits:
+        console.print(_gpus(plan))
+        console.print(_contexts(plan.fits))
+    for note in plan.notes:
+        console.print(f"note: {escape(note)}", highlight=False)
+    if plan.recipe.target != "cpu":
+        console.print("no rates are predicted: benchmarks/RESULTS.md has no kernel tables for them", highlight=False)
+
+
+def _facts(plan: Plan) -> Table:
+    recipe, stages = plan.recipe, plan.stages
+    parallel, limits = recipe.parallel, recipe.limits
+    ranks = [f"{size_text(stage.weight_bytes)}" for stage in stages]
+    per_token = " + ".join(f"{size:,} {name}" for name, size in plan.token_bytes.items())
+    ways = [f"tensor {way.tensor} expert {way.expert}" for way in plan.ways]
+    more = f", {len(ways) - SHOWN_WAYS} more" if len(ways) > SHOWN_WAYS else ""
+    rows = [
+        ("recipe", f"{recipe.name} of {recipe.model}, target {recipe.target}"),
+        ("read from", plan.source.read_from),
+        ("checkpoint", size_text(plan.source.bytes)),
+        ("engine weights", size_text(plan.weight_bytes)),
+        ("ranks", f"{parallel.num_ranks}: tensor {parallel.tensor}, expert {parallel.expert}, pipeline {parallel.pipeline}"),
+        ("weights of a rank", ", ".join(ranks) + (" by stage" if len(stages) > 1 else "")),
+        (f"{plan.mesh.num_ranks} ranks a stage as", ", ".join(ways[:SHOWN_WAYS]) + more),
+        ("cache a token", f"{sum(plan.token_bytes.values()):,} bytes = {per_token}, {recipe.kv_cache.dtype}"),
+        ("limits", f"{limits.batch_tokens:,} tokens a step, {limits.sequences} sequences, context {limits.context_tokens:,}"),
+    ]  # fmt: skip
+    return make_table(f"plan of {recipe.name}", ("", ""), rows, header=False)
+
+
+def _weights(plan: Plan) -> Table:
+    classes = [stage.bytes_by_class for stage in plan.stages]
+    shown: set[str] = set()
+    rows = []
+    for total in plan.weights:
+        first = total.weight_class not in shown
+        shown.add(total.weight_class)
+        rank = max(held.get(total.weight_class, 0) for held in classes)
+        rows.append(
+            (
+                total.weight_class,
+                total.format,
+                f"{total.count:,}",
+                size_text(total.bytes),
+                size_text(rank) if first else "",
+            )
+        )
+    return make_table("weights", ("class", "format", "weights", "engine", "fullest rank"), rows, right=(2, 3, 4))
+
+
+def _gpus(plan: Plan) -> Table:
+    rows = [
+        (
+            item.gpu.title,
+            "fits" if item.fits else "no",
+            size_text(item.usable_bytes),
+            size_text(item.weight_bytes),
+            size_text(item.step_bytes),
+            size_text(item.cache_bytes),
+            f"{item.cache_tokens:,}",
+            _best(item) if item.fits else item.reasons[0],
+        )
+        for item in plan.fits
+    ]
+    columns = ("GPU", "", "usable", "weights", "step", "cache", "tokens", "best settings, or why not")
+    title = f"{plan.recipe.parallel.num_ranks} x GPU, {MEMORY_SHARE:.0%} of its memory"
+    return make_table(title, columns, rows, right=(2, 3, 4, 5, 6))
+
+
+def _best(item: Fit) -> str:
+    if item.best is None:
+        return "no smaller step leaves more room"
+    best = item.best
+    return (
+        f"batch_tokens {best.batch_tokens}, sequences {best.sequences} of {item.sequence_tokens:,} tokens, "
+        f"{best.cache_blocks:,} cache blocks"
+    )
+
+
+def _contexts(fits: Sequence[Fit]) -> Table:
+    contexts = list(fits[0].sequences_at)
+    rows = [(item.gpu.title, *(f"{item.sequences_at[tokens]:,}" for tokens in contexts)) for item in fits]
+    columns = ("GPU", *(f"{tokens:,}" for tokens in contexts))
+    return make_table("sequences at once, by their tokens", columns, rows, right=range(1, len(contexts) + 1))
