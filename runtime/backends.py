@@ -45,6 +45,10 @@ class Backend(Protocol):
         """The runner of one graph; runners share weights."""
         ...
 
+    def bind(self, program: Program) -> Runner:
+        """A runner of a program that is not the engine's own: one changed to show what it computes."""
+        ...
+
     def cache_bytes(self) -> int:
         """Memory the latent cache may take."""
         ...
@@ -58,12 +62,15 @@ class Backend(Protocol):
         ...
 
 
-def make_backend(folder: EngineFolder, device: str | None) -> Backend:
-    """The backend of an engine's target. Raises DscError where this version or this machine cannot run it."""
+def make_backend(folder: EngineFolder, device: str | None, gpu_memory: float | None = None) -> Backend:
+    """The backend of an engine's target. Raises DscError where this version or this machine cannot run it.
+
+    gpu_memory  bytes of a GPU's memory that the engine may take in all; None: what is free
+    """
     target = folder.manifest.target
     if target not in BACKENDS:
         wanted = ", ".join(BACKENDS)
         raise DscError(f"engines for {target} cannot be run by this version", where=str(folder.path), wanted=wanted)
     module, _, name = BACKENDS[target].partition(":")
-    backend: Backend = getattr(importlib.import_module(module), name)(folder, device)
+    backend: Backend = getattr(importlib.import_module(module), name)(folder, device, gpu_memory)
     return backend

@@ -10,24 +10,31 @@ from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.cache import SHARE_OF_MEMORY, free_memory_bytes
 from dsc.runtime.errors import DscError
 from dsc.runtime.executor import Executor
+from dsc.runtime.program import Program
 from dsc.runtime.weights import Weights
 
 
 class CpuBackend:
     """See `dsc.runtime.backends.Backend`."""
 
-    def __init__(self, folder: EngineFolder, device: str | None) -> None:
+    def __init__(self, folder: EngineFolder, device: str | None, gpu_memory: float | None = None) -> None:
         if device not in (None, "cpu"):
             raise DscError(
                 f"an engine for cpu cannot run on {device}", where=str(folder.path), wanted="cpu", got=device
             )
+        if gpu_memory is not None:
+            raise DscError("an engine for cpu takes no GPU memory", where=str(folder.path), got="a limit for it")
         self.device = torch.device("cpu")
         self._folder = folder
         self._weights = Weights(folder)
 
     def program(self, name: str) -> Executor:
         """The executor of one graph; weights are packed once for all of them."""
-        return Executor(self._folder.program(name), self._folder, shared=self._weights)
+        return self.bind(self._folder.program(name))
+
+    def bind(self, program: Program, kind: type[Executor] = Executor) -> Executor:
+        """The executor of any program over the engine's weights."""
+        return kind(program, self._folder, shared=self._weights)
 
     def cache_bytes(self) -> int:
         """Half of the memory that is free."""

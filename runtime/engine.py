@@ -38,6 +38,7 @@ def load(
     cache_tokens: int | None = None,
     prefix_reuse: bool = True,
     verify: bool = True,
+    gpu_memory: float | None = None,
 ) -> Engine:
     """Load an engine folder that `dsc compile` wrote.
 
@@ -45,12 +46,13 @@ def load(
     cache_tokens  tokens the latent cache holds; None: what the engine's limits ask for, or half of the free memory
     prefix_reuse  prompts that begin alike share their beginning in the cache
     verify        compare every file with its hash, beside binding
+    gpu_memory    bytes of the GPU's memory to take in all, weights and cache; None: what is free
     raises        DscError: no engine, another version or target, files missing or changed
     """
     folder = EngineFolder.open(path)
     checking = _Checking(folder) if verify else None
     try:
-        engine = Engine(folder, make_backend(folder, device), cache_tokens, prefix_reuse)
+        engine = Engine(folder, make_backend(folder, device, gpu_memory), cache_tokens, prefix_reuse)
     finally:
         if checking is not None:
             checking.finish()
@@ -268,8 +270,22 @@ class Engine:
             self.backend.cache_bytes(),
             cache_tokens,
         )
+        self._check_cache(blocks * layout.block_bytes * len(names), cache_tokens)
         sizes = dict.fromkeys(names, layout.block_bytes)
         return LatentCache.allocate(sizes, layout.block_tokens, blocks, self.backend.device)
+
+    def _check_cache(self, num_bytes: int, cache_tokens: int | None) -> None:
+        """Memory that a CPU lacks it may swap; a GPU's is what there is."""
+        free = self.backend.cache_bytes()
+        if self.backend.device.type != "cpu" and num_bytes > free:
+            raise DscError(
+                "weights and cache do not fit on the GPU together",
+                where=str(self._folder.path),
+                details=[("weights", f"{self.resident_weight_bytes():,} bytes"), ("cache", f"{num_bytes:,} bytes")],
+                wanted=f"at most {free:,} bytes of cache beside the weights",
+                got=f"cache_tokens {cache_tokens}",
+                try_=f"cache_tokens {(cache_tokens or 0) * free // max(num_bytes, 1)}, or more --gpu-memory",
+            )
 
     def _make_loop(self, prefix_reuse: bool) -> Loop:
         limits, block_tokens = self.manifest.limits, self.manifest.kv_cache.block_tokens

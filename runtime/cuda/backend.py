@@ -18,9 +18,11 @@ SPARE_BYTES = 1 << 30  # left to the driver, CUDA graphs and cuBLAS
 class CudaBackend:
     """See `dsc.runtime.backends.Backend`."""
 
-    def __init__(self, folder: EngineFolder, device: str | None) -> None:
+    def __init__(self, folder: EngineFolder, device: str | None, gpu_memory: float | None = None) -> None:
         self.device = _find_device(folder, device)
         self._folder = folder
+        free, _ = torch.cuda.mem_get_info(self.device)
+        self._floor = 0 if gpu_memory is None else max(0, free - round(gpu_memory))  # bytes that stay free
         manifest = folder.manifest
         self._programs = {name: folder.program(name) for name in manifest.graphs}
         files = sorted({entry.file for entry in manifest.tensors.values()})
@@ -42,13 +44,14 @@ class CudaBackend:
     def _check_memory(self, weight_bytes: int) -> None:
         fixed = self._arena_bytes() + sum(_fixed_bytes(program) for program in self._programs.values())
         free, total = torch.cuda.mem_get_info(self.device)
-        if weight_bytes + fixed + SPARE_BYTES > free:
+        may_take = free - self._floor
+        if weight_bytes + fixed + SPARE_BYTES > may_take:
             raise DscError(
                 "the engine does not fit on the GPU",
                 where=str(self._folder.path),
                 details=[("weights", f"{weight_bytes:,} bytes"), ("steps", f"{fixed:,} bytes")],
                 wanted=f"{weight_bytes + fixed + SPARE_BYTES:,} bytes and room for the cache",
-                got=f"{free:,} of {total:,} bytes free",
+                got=f"{may_take:,} bytes to take, {free:,} of {total:,} free",
                 try_="smaller limits, a recipe with fewer bits, or a GPU that nobody else uses",
             )
 
@@ -57,10 +60,14 @@ class CudaBackend:
         program = self._programs[name]
         return CudaExecutor(program, self._shared, self._buckets if name.endswith(".decode") else ())
 
+    def bind(self, program: Program) -> CudaExecutor:
+        """The executor of any program over the engine's weights; its arena is no larger than the engine's."""
+        return CudaExecutor(program, self._shared)
+
     def cache_bytes(self) -> int:
         """Device memory that the cache may take: what is left, less a spare."""
         free, _ = torch.cuda.mem_get_info(self.device)
-        return max(0, free - SPARE_BYTES)
+        return max(0, free - self._floor - SPARE_BYTES)
 
     def resident_weight_bytes(self) -> int:
         """Bytes of all weights on the device."""

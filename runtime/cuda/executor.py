@@ -117,6 +117,10 @@ class CudaExecutor:
         self.executed = self._names
         return {name: self._output(name, real) for name in self.program.outputs}
 
+    def letters(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """The letters of the step that would run these inputs, padding included."""
+        return self._pad(self._letters(inputs))
+
     def calls(self, letters: Mapping[str, int]) -> list[BoundStep]:
         """The bound calls of a step, for profiles."""
         key = tuple(sorted(letters.items()))

@@ -1,0 +1,419 @@
+"""Measure an engine: decode and prefill over batches and contexts, against the least time a step can take.
+
+Every sequence has its own random tokens. For decode steps the cache holds random latents (N(0, 1), as norms leave them)
+instead of computed ones: filling it would take longer than all else, and no kernel's time depends on them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsc.runtime.artifact import EngineFolder
+from dsc.runtime.batch import Batch, BatchBuilder, Segment
+from dsc.runtime.bench_floor import RATES, Rates, StepFacts, step_floor
+from dsc.runtime.bench_layers import (
+    LaunchCost,
+    Part,
+    TimedExecutor,
+    cpu_parts,
+    gpu_parts,
+    graph_seconds,
+    has_experts,
+    launch_cost,
+    layer_of,
+)
+from dsc.runtime.bench_routing import experts_hit, independent_hits, spreads
+from dsc.runtime.engine import Engine, load
+from dsc.runtime.errors import DscError
+
+WARM_STEPS = 2
+ROUTING_STEPS = 4  # whose experts are counted
+KNEE = 0.8  # of the best rate
+DEFAULT_BATCHES = (1, 16, 64, 128, 256)
+DEFAULT_CONTEXTS = (2048, 4096, 8192)
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of one layer (or of what lies outside layers) beside its floor; launches None on CPUs."""
+
+    name: str
+    seconds: float
+    floor: float | None
+    launches: int | None
+    moe: bool
+
+
+@dataclass(frozen=True)
+class DecodePoint:
+    """A decode step of `batch` sequences of `context` tokens, this step's included.
+
+    seconds          wall time of a step: inputs built, main and sample run, tokens fetched
+    device_seconds   what the device was busy in it, None on CPUs; the rest of `seconds` is the host's gap
+    sample_seconds   of the sample graph in it
+    floor            least seconds of the main graph, None where the target has no measured rates
+    experts          distinct experts hit by layer, and what independent routing would hit
+    valid            False where routing hits too few experts for times of this model's experts to mean anything
+    """
+
+    batch: int
+    context: int
+    seconds: float
+    device_seconds: float | None
+    sample_seconds: float | None
+    floor: float | None
+    experts: dict[str, float]
+    independent: float
+    valid: bool
+    memory_bytes: int
+    layers: list[LayerTime] = field(default_factory=list)
+    nodes: list[LayerTime] = field(default_factory=list)
+    launch: LaunchCost | None = None
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.batch / self.seconds
+
+
+@dataclass(frozen=True)
+class PrefillPoint:
+    """Whole prompts from an empty cache: `prompts` of `context` tokens each, in chunks of the largest step.
+
+    experts  distinct experts hit by the first chunk, by layer; valid as for decode
+    """
+
+    prompts: int
+    context: int
+    seconds: float
+    floor: float | None
+    experts: dict[str, float]
+    valid: bool
+    memory_bytes: int
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.prompts * self.context / self.seconds
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure. `nodes`: also every node of the first MoE layer by itself."""
+
+    batches: Sequence[int]
+    contexts: Sequence[int]
+    steps: int = 16
+    prefill: bool = True
+    nodes: bool = False
+
+
+def run_bench(
+    path: Path,
+    *,
+    batches: Sequence[int] | None = None,
+    contexts: Sequence[int] | None = None,
+    device: str | None = None,
+    gpu_memory: float | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Load an engine with the cache that the measurements need, and measure it.
+
+    batches, contexts  None: DEFAULT_BATCHES and DEFAULT_CONTEXTS as far as the engine's limits go
+    options            of Plan
+    raises             DscError where the engine is planned for less, or does not fit
+    """
+    manifest = EngineFolder.open(path).manifest
+    limits, block_tokens = manifest.limits, manifest.kv_cache.block_tokens
+    plan = Plan(
+        batches or [b for b in DEFAULT_BATCHES if b <= limits.sequences],
+        contexts or [c for c in DEFAULT_CONTEXTS if c <= limits.context_tokens] or [limits.context_tokens],
+        **options,
+    )
+    if max(plan.batches) > limits.sequences or max(plan.contexts) > limits.context_tokens:
+        raise DscError(
+            "the engine was planned for smaller steps",
+            where=str(path),
+            wanted=f"--batch up to {limits.sequences}, --context up to {limits.context_tokens}",
+            got=f"batch {max(plan.batches)}, context {max(plan.contexts)}",
+        )
+    blocks = -(-max(plan.contexts) // block_tokens) * max(max(plan.batches), limits.batch_tokens // min(plan.contexts))
+    engine = load(path, device, cache_tokens=blocks * block_tokens, verify=False, gpu_memory=gpu_memory)
+    return measure(engine, plan, path.name)
+
+
+def measure(engine: Engine, plan: Plan, name: str = "", rates: Rates | None = None) -> dict[str, Any]:
+    """Run a plan; returns JSON data (see `to_data`).
+
+    name   what the engine is called
+    rates  of the device, None: the target's measured ones
+    """
+    bench = Bench(engine, rates or RATES.get(engine.manifest.target))
+    decode = [bench.decode(batch, context, plan) for context in plan.contexts for batch in plan.batches]
+    prefill = [bench.prefill(context) for context in plan.contexts] if plan.prefill else []
+    return {"engine": name, **to_data(engine, decode, prefill)}
+
+
+class Bench:
+    """One engine under measurement. Its cache is overwritten."""
+
+    def __init__(self, engine: Engine, rates: Rates | None) -> None:
+        self.engine, self.rates = engine, rates
+        self.on_gpu = engine.backend.device.type == "cuda"
+        limits, self._block_tokens = engine.manifest.limits, engine.manifest.kv_cache.block_tokens
+        self._builder = BatchBuilder(limits.batch_tokens, limits.sequences, self._block_tokens)
+        self._random = torch.Generator().manual_seed(0)
+        for cache in engine.cache.tensors.values():
+            cache.view(getattr(torch, engine.manifest.kv_cache.dtype)).normal_()
+
+    # -- decode
+
+    def decode(self, batch: int, context: int, plan: Plan) -> DecodePoint:
+        """Measure one point; its blocks are given back."""
+        blocks = self._take(batch, context)
+        try:
+            with torch.inference_mode():
+                return self._decode(batch, context, blocks, plan)
+        finally:
+            for held in blocks:
+                self.engine.cache.pool.give(held)
+
+    def _decode(self, batch: int, context: int, blocks: list[list[int]], plan: Plan) -> DecodePoint:
+        program, spec = self.engine.programs["main.decode"].program, self.engine.spec
+        times = [self._step(context, blocks) for _ in range(WARM_STEPS + plan.steps)][WARM_STEPS:]
+        draws = (self._batch(context, blocks).inputs() for _ in range(ROUTING_STEPS))
+        hits = experts_hit(self.engine.backend, program, self.engine.cache.tensors, draws)
+        independent = independent_hits(spec.num_experts, spec.experts_per_token, batch)
+        facts = StepFacts.decode(batch, context, hits)
+        floors: dict[str, float] = {}
+        if self.rates is not None:
+            for floor in step_floor(program, facts, self.rates):
+                floors[floor.node] = floor.seconds
+        step = self._batch(context, blocks)
+        timing = self._gpu(step, plan.nodes) if self.on_gpu else self._cpu(step, plan)
+        return DecodePoint(
+            batch=batch,
+            context=context,
+            seconds=statistics.median(times),
+            floor=sum(floors.values()) if floors else None,
+            experts=hits,
+            independent=independent,
+            valid=spreads(hits, independent),
+            memory_bytes=self._memory(),
+            device_seconds=timing.device,
+            sample_seconds=timing.sample,
+            layers=[self._layer(part, floors, layer_of) for part in timing.layers],
+            nodes=[self._layer(part, floors, str) for part in timing.nodes],
+            launch=timing.launch,
+        )
+
+    def _step(self, context: int, blocks: list[list[int]]) -> float:
+        """Seconds of one step as a serving loop has it, greedy."""
+        begin = time.perf_counter()
+        logits, _ = self.engine.models["main"].run(self._batch(context, blocks), "decode")
+        tokens = self.engine.programs["sample"].run(self._sampling(logits))["tokens"].tolist()
+        assert len(tokens) == len(blocks), (len(tokens), len(blocks))
+        return time.perf_counter() - begin
+
+    def _batch(self, context: int, blocks: list[list[int]]) -> Batch:
+        """The last token of every sequence, another at random each time."""
+        tokens = torch.randint(self.engine.spec.vocab_size, (len(blocks),), generator=self._random).tolist()
+        return self._builder.build(
+            [Segment([token], context - 1, held) for token, held in zip(tokens, blocks, strict=True)]
+        )
+
+    def _sampling(self, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Greedy rows, each the last of its sequence."""
+        rows, words = len(logits), -(-self.engine.spec.vocab_size // 32)
+        zeros, ints = torch.zeros(rows), torch.zeros(rows, dtype=torch.int32)
+        return {
+            "logits": logits, "temperature": zeros, "top_p": torch.ones(rows), "top_k": ints, "min_p": zeros,
+            "seeds": torch.zeros(rows, dtype=torch.int64), "positions": ints, "drafts": ints - 1,
+            "token_mask": torch.full((rows, words), -1, dtype=torch.int32),
+        }  # fmt: skip
+
+    def _cpu(self, step: Batch, plan: Plan) -> _Timing:
+        backend: Any = self.engine.backend
+        runner = backend.bind(self.engine.programs["main.decode"].program, TimedExecutor)
+        runner.set_state(self.engine.cache.tensors)
+        layers = cpu_parts(runner, step.inputs(), min(plan.steps, 5))
+        nodes = cpu_parts(runner, step.inputs(), min(plan.steps, 5), str) if plan.nodes else []
+        return _Timing(layers=layers, nodes=self._of_one_layer(nodes))
+
+    def _gpu(self, step: Batch, nodes: bool) -> _Timing:
+        main: Any = self.engine.programs["main.decode"]
+        sample: Any = self.engine.programs["sample"]
+        stream: torch.cuda.Stream = main.shared.stream
+        inputs = step.inputs()
+        outputs = main.run(inputs)
+        sampling = self._sampling(outputs["logits"])
+        sample.run(sampling)
+        torch.cuda.synchronize()
+        letters = main.letters(inputs)
+        calls, graph = main.calls(letters), main.capture(letters)
+        main_seconds = graph_seconds(graph, stream)
+        sample_seconds = graph_seconds(sample.capture(sample.letters(sampling)), stream)
+        return _Timing(
+            layers=gpu_parts(calls, stream),
+            nodes=self._of_one_layer(gpu_parts(calls, stream, str)) if nodes else [],
+            device=main_seconds + sample_seconds,
+            sample=sample_seconds,
+            launch=launch_cost(calls, graph, stream),
+        )
+
+    def _of_one_layer(self, parts: list[Part]) -> list[Part]:
+        """The nodes of the first MoE layer, or of the last layer where there is none."""
+        program = self.engine.programs["main.decode"].program
+        names = list(dict.fromkeys(layer_of(part.name) for part in parts if layer_of(part.name) != part.name))
+        chosen = next((name for name in names if has_experts(program, name)), names[-1] if names else "")
+        return [part for part in parts if layer_of(part.name) == chosen]
+
+    def _layer(self, part: Part, floors: Mapping[str, float], name_of: Any) -> LayerTime:
+        program = self.engine.programs["main.decode"].program
+        own = [seconds for node, seconds in floors.items() if name_of(node) == part.name]
+        moe = has_experts(program, part.name)
+        return LayerTime(part.name, part.seconds, sum(own) if floors else None, part.launches, moe)
+
+    # -- prefill
+
+    def prefill(self, context: int) -> PrefillPoint:
+        """Time prompts of `context` tokens: as many as fill the largest step, or one in several steps."""
+        limits = self.engine.manifest.limits
+        prompts = max(1, min(limits.batch_tokens // context, limits.sequences, self._room(context)))
+        blocks = self._take(prompts, context)
+        try:
+            with torch.inference_mode():
+                times = [self._prefill(context, blocks) for _ in range(1 + 2)][1:]
+                hits = self._prefill_hits(context, blocks)
+        finally:
+            for held in blocks:
+                self.engine.cache.pool.give(held)
+        floor = None
+        if self.rates is not None:
+            program = self.engine.programs["main.prefill"].program
+            floor = sum(
+                f.seconds
+                for start, tokens in self._chunks(context)
+                for f in step_floor(program, StepFacts.prefill(prompts, start, tokens), self.rates)
+            )
+        spec, count = self.engine.spec, prompts * self._chunks(context)[0][1]
+        valid = spreads(hits, independent_hits(spec.num_experts, spec.experts_per_token, count))
+        return PrefillPoint(prompts, context, min(times), floor, hits, valid, self._memory())
+
+    def _chunks(self, context: int) -> list[tuple[int, int]]:
+        size = self.engine.manifest.limits.batch_tokens
+        return [(start, min(size, context - start)) for start in range(0, context, size)]
+
+    def _prefill(self, context: int, blocks: list[list[int]]) -> float:
+        tokens = torch.randint(self.engine.spec.vocab_size, (len(blocks), context), generator=self._random).tolist()
+        self._wait()
+        begin = time.perf_counter()
+        for start, count in self._chunks(context):
+            segments = [Segment(t[start : start + count], start, b) for t, b in zip(tokens, blocks, strict=True)]
+            self.engine.models["main"].run(self._builder.build(segments), "prefill")
+        self._wait()
+        return time.perf_counter() - begin
+
+    def _prefill_hits(self, context: int, blocks: list[list[int]]) -> dict[str, float]:
+        _, count = self._chunks(context)[0]
+        tokens = torch.randint(self.engine.spec.vocab_size, (len(blocks), count), generator=self._random).tolist()
+        batch = self._builder.build([Segment(t, 0, held) for t, held in zip(tokens, blocks, strict=True)])
+        program = self.engine.programs["main.prefill"].program
+        return experts_hit(self.engine.backend, program, self.engine.cache.tensors, [batch.inputs()])
+
+    # -- memory
+
+    def _take(self, sequences: int, context: int) -> list[list[int]]:
+        count = -(-context // self._block_tokens)
+        taken = self.engine.cache.pool.take(sequences * count)
+        if taken is None:
+            raise DscError(
+                "the cache is too small for the batch",
+                wanted=f"{sequences * count * self._block_tokens:,} tokens: {sequences} sequences of {context}",
+                got=f"{self.engine.cache.capacity_tokens:,} tokens",
+            )
+        return [taken[i * count : (i + 1) * count] for i in range(sequences)]
+
+    def _room(self, context: int) -> int:
+        return self.engine.cache.pool.num_free // -(-context // self._block_tokens)
+
+    def _memory(self) -> int:
+        if self.on_gpu:
+            free, total = torch.cuda.mem_get_info(self.engine.backend.device)
+            return total - free
+        return self.engine.resident_weight_bytes() + self.engine.cache.nbytes
+
+    def _wait(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+
+@dataclass(frozen=True)
+class _Timing:
+    layers: list[Part]
+    nodes: list[Part]
+    device: float | None = None
+    sample: float | None = None
+    launch: LaunchCost | None = None
+
+
+def knee(points: Sequence[DecodePoint]) -> int | None:
+    """The smallest batch with at least KNEE of the best rate of these points: more sequences gain little beyond it."""
+    sound = [point for point in points if point.valid]
+    best = max((point.rate for point in sound), default=0.0)
+    return min((point.batch for point in sound if point.rate >= KNEE * best), default=None)
+
+
+def to_data(engine: Engine, decode: Sequence[DecodePoint], prefill: Sequence[PrefillPoint]) -> dict[str, Any]:
+    """JSON data: model, device, load, decode, prefill, knees by context; seconds, bytes and tokens throughout.
+
+    Where routing hit too few experts there is no rate and no time of the model's steps.
+    """
+    device = engine.backend.device
+    contexts = list(dict.fromkeys(point.context for point in decode))
+    return {
+        "model": str(engine.manifest.recipe.get("model", "")),
+        "target": engine.manifest.target,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "load": engine.backend.describe(),
+        "weight_bytes": engine.resident_weight_bytes(),
+        "cache_tokens": engine.cache.capacity_tokens,
+        "decode": [_decode_data(point) for point in decode],
+        "prefill": [_prefill_data(point) for point in prefill],
+        "knee": {str(c): knee([p for p in decode if p.context == c]) for c in contexts},
+    }
+
+
+def _decode_data(point: DecodePoint) -> dict[str, Any]:
+    data = asdict(point)
+    moe = [layer for layer in point.layers if layer.moe]
+    busy = point.device_seconds
+    derived: dict[str, Any] = {
+        "tokens_per_s": point.rate,
+        "host_gap": None if busy is None else max(0.0, 1.0 - busy / point.seconds),
+        "floor_share": _share(point.floor, point.seconds if busy is None else busy - (point.sample_seconds or 0.0)),
+        "moe_layer_seconds": statistics.median(layer.seconds for layer in moe) if moe else None,
+        "moe_layer_floor": statistics.median(layer.floor or 0.0 for layer in moe) if moe and point.floor else None,
+        "moe_layer_launches": moe[0].launches if moe else None,
+    }
+    if not point.valid:
+        silent = ("seconds", "device_seconds", "layers", "nodes")
+        data |= dict.fromkeys(silent)
+        derived = dict.fromkeys(derived)
+    return {**data, **derived}
+
+
+def _prefill_data(point: PrefillPoint) -> dict[str, Any]:
+    data = {**asdict(point), "tokens_per_s": point.rate, "floor_share": _share(point.floor, point.seconds)}
+    return data if point.valid else {**data, "seconds": None, "tokens_per_s": None, "floor_share": None}
+
+
+def _share(floor: float | None, seconds: float) -> float | None:
+    return None if floor is None else floor / seconds

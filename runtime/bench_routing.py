@@ -1,0 +1,64 @@
+"""Experts that a step hits: its program once more, with the routers' choices among its outputs."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+
+from dsc.runtime.backends import Backend
+from dsc.runtime.program import Program
+
+LEAST_SHARE = 0.9  # of what independent routing hits: below it a figure about experts would flatter
+LEAST_SHARE_OF_A_LAYER = 0.75  # few tokens over few experts vary by themselves
+
+
+def router_outputs(program: Program) -> dict[str, str]:
+    """The operand that holds the chosen experts, by router node."""
+    return {node.name: node.outputs[0] for node in program.nodes if node.op == "Router"}
+
+
+def exposing(program: Program, names: list[str]) -> Program:
+    """A copy of the program whose step also gives some of its intermediates."""
+    operands = dict(program.operands)
+    for name in names:
+        operands[name] = replace(operands[name], role="output", offset=None)
+    return replace(program, operands=operands, outputs=(*program.outputs, *names))
+
+
+def experts_hit(
+    backend: Backend,
+    program: Program,
+    caches: Mapping[str, torch.Tensor],
+    steps: Iterable[Mapping[str, torch.Tensor]],
+) -> dict[str, float]:
+    """Distinct experts that a step's tokens reach, by router node in the order of the layers: the mean over some steps."""
+    ids = router_outputs(program)
+    if not ids:
+        return {}
+    runner = backend.bind(exposing(program, list(ids.values())))
+    runner.set_state(caches)
+    counts: dict[str, list[int]] = {node: [] for node in ids}
+    for inputs in steps:
+        outputs = runner.run(inputs)
+        for node, name in ids.items():
+            chosen = outputs[name]
+            counts[node].append(len(torch.unique(chosen[chosen >= 0])))
+    return {node: statistics.fmean(found) for node, found in counts.items()}
+
+
+def independent_hits(experts: int, per_token: int, tokens: int) -> float:
+    """Experts that so many tokens reach on average when each chooses its own at random."""
+    return experts * (1.0 - (1.0 - per_token / experts) ** tokens) if experts else 0.0
+
+
+def spreads(hits: Mapping[str, float], independent: float) -> bool:
+    """Whether layers hit nearly as many experts as independent routing would: their mean, and none far below."""
+    if not hits:
+        return True
+    return (
+        statistics.fmean(hits.values()) >= LEAST_SHARE * independent
+        and min(hits.values()) >= LEAST_SHARE_OF_A_LAYER * independent
+    )
