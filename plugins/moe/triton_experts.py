@@ -38,17 +38,22 @@ def _pairs(order, at, inside):
 
 
 @triton.jit
-def _expert_weight(w, w_scales, expert, N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr):
-    """Data and scales of one expert of a stacked weight."""
+def _weight(w, expert, N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr):
+    """Data of one expert of a stacked weight."""
     PITCH: tl.constexpr = K // 2 if KIND == "wint4" else K
-    moved = w + expert.to(tl.int64) * (N * PITCH)
+    return w + expert.to(tl.int64) * (N * PITCH)
+
+
+@triton.jit
+def _scales(scales, expert, N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr):
+    """Scales of one expert, for kinds that have them."""
     if KIND == "fp8":
-        w_scales += expert.to(tl.int64) * (((N + 127) // 128) * ((K + 127) // 128))
+        COUNT: tl.constexpr = ((N + 127) // 128) * ((K + 127) // 128)
     elif KIND == "wint8":
-        w_scales += expert.to(tl.int64) * N
-    elif KIND == "wint4":
-        w_scales += expert.to(tl.int64) * (N * (K // GROUP))
-    return moved, w_scales
+        COUNT: tl.constexpr = N
+    else:
+        COUNT: tl.constexpr = N * (K // GROUP)
+    return scales + expert.to(tl.int64) * COUNT
 
 
 @triton.jit
@@ -93,9 +98,11 @@ def moe_gate_up(
         x_rows = at if order is None else _pairs(order, at, inside) // TOP_K
         rows = tl.program_id(0) % BLOCKS * BN + tl.arange(0, BN)
         valid = rows if F % BN == 0 else tl.minimum(rows, F - 1)
-        w, s = _expert_weight(gate, gate_scales, expert, F, D, KIND, GROUP)
+        w = _weight(gate, expert, F, D, KIND)
+        s = gate_scales if gate_scales is None else _scales(gate_scales, expert, F, D, KIND, GROUP)
         a = product(x, x_scales, num_tokens, x_rows, inside, w, s, valid, 0, D, D, KIND, GROUP, MATH, SWAP, BLOCK_K)
-        w, s = _expert_weight(up, up_scales, expert, F, D, KIND, GROUP)
+        w = _weight(up, expert, F, D, KIND)
+        s = up_scales if up_scales is None else _scales(up_scales, expert, F, D, KIND, GROUP)
         b = product(x, x_scales, num_tokens, x_rows, inside, w, s, valid, 0, D, D, KIND, GROUP, MATH, SWAP, BLOCK_K)
         at, inside = _positions(tiles, num_tokens, tile, BM, ".cg")
         hidden = a / (1.0 + tl.exp(-a)) * b
@@ -150,7 +157,8 @@ def moe_down(
         at, inside = _positions(tiles, num_tokens, tile, BM, "")
         rows = tl.program_id(0) % BLOCKS * BN + tl.arange(0, BN)
         valid = rows if D % BN == 0 else tl.minimum(rows, D - 1)
-        w, s = _expert_weight(down, down_scales, expert, D, F, KIND, GROUP)
+        w = _weight(down, expert, D, F, KIND)
+        s = down_scales if down_scales is None else _scales(down_scales, expert, D, F, KIND, GROUP)
         sums = product(h, h_scales, num_rows, at, inside, w, s, valid, 0, F, F, KIND, GROUP, MATH, SWAP, BLOCK_K)
         if SWAP:
             sums = tl.trans(sums)

@@ -1,0 +1,82 @@
+"""Moe on a GPU against its reference: every format, odd widths, empty experts, pairs without an expert, every variant."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.random_weights import FORMATS, random_weight
+from support.tolerances import check_rows
+
+from dsc.plugins.moe.reference import reference
+from dsc.plugins.stored import StoredWeight
+
+pytestmark = pytest.mark.gpu
+
+E, K = 16, 4
+STREAMED = (256, 384, 256)  # D, F, F of the shared expert: whole blocks of 128
+ODD = (192, 160, 96)
+TOKENS = (1, 2, 3, 40, 129)  # each in another variant
+
+
+def weights_of(format_: str, shared: str, sizes: tuple[int, int, int]) -> dict[str, StoredWeight | None]:
+    d, f, fs = sizes
+    g = torch.Generator().manual_seed(len(format_) + d)
+    made: dict[str, StoredWeight | None] = {
+        "gate": random_weight(format_, (E, f, d), g),
+        "up": random_weight(format_, (E, f, d), g),
+        "down": random_weight(format_, (E, d, f), g),
+    }
+    for name, shape in (("shared_gate", (fs, d)), ("shared_up", (fs, d)), ("shared_down", (d, fs))):
+        made[name] = random_weight(shared, shape, g) if shared else None
+    return made
+
+
+def check(format_: str, shared: str, sizes: tuple[int, int, int], dtype: torch.dtype, tokens: int) -> None:
+    from support.gpu import GpuOp
+
+    weights = weights_of(format_, shared, sizes)
+    g = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, sizes[0], generator=g).to(dtype)
+    # The last two experts stay empty; a few pairs have none.
+    ids = torch.stack([torch.randperm(E - 2, generator=g)[:K] for _ in range(tokens)]).int()
+    ids[torch.rand(tokens, K, generator=g) < 0.1] = -1
+    routing = torch.rand(tokens, K, generator=g)
+    inputs = {"x": x, "ids": ids, "weights": routing}
+    attributes = {f"{name}_format": "bf16" for name in weights}
+    for name, weight in weights.items():
+        if weight is not None:
+            attributes[f"{name}_format"] = str(weight.format)
+            inputs[name] = weight.data
+            if weight.scales is not None:
+                inputs[f"{name}.scales"] = weight.scales
+    op = GpuOp("Moe", inputs, attributes, bounds={"T": 512})
+    (want,) = reference(x=x, ids=ids, weights=routing, **weights)
+    first = op()["y"].cpu()
+    check_rows(first, want, "moe", str(dtype).removeprefix("torch."), f"{format_} {shared} {sizes} T={tokens}")
+    assert torch.equal(first, op()["y"].cpu())  # the same sums in every run
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("format_", [f for f in FORMATS if f != "fp32"])
+def test_streamed_widths(format_: str, tokens: int) -> None:
+    check(format_, format_, STREAMED, torch.bfloat16, tokens)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("format_", [f for f in FORMATS if f not in ("wint4:64", "wint4:128")])
+def test_odd_widths(format_: str, tokens: int) -> None:
+    check(format_, "", ODD, torch.bfloat16, tokens)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 129])
+@pytest.mark.parametrize("format_", ["fp32", "bf16", "fp8", "wint8", "wint4:32"])
+def test_float32(format_: str, tokens: int) -> None:
+    check(format_, format_, ODD, torch.float32, tokens)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize(
+    ("format_", "shared"), [("wint4:128", "fp8"), ("fp8", "wint8"), ("wint8", "bf16"), ("bf16", "")]
+)
+def test_a_shared_expert_of_another_format(format_: str, shared: str, tokens: int) -> None:
+    check(format_, shared, STREAMED, torch.bfloat16, tokens)
