@@ -17,7 +17,7 @@ from dsc.plugins.mla_attention.kv_b import Int8KvB, KvB, bind_kv_b
 from dsc.plugins.mla_attention.ragged import GROUP_ELEMENTS, Group, Part, Plan, make_plan
 from dsc.plugins.rope import rotate_by, step_turns
 
-CACHED = 3 << 14  # elements of gathered keys that, made float32, stay in a core's second-level cache: 1.5 MB
+CACHED = 3 << 17  # elements of gathered keys that, made float32, stay in a core's second-level cache: 1.5 MB
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,12 @@ def bind(node: CpuNode) -> Run | None:
         return None
     heads, nope, rope, v, latent_dim = (int(a[name]) for name in ("heads", "nope", "rope", "v", "latent_dim"))
     sizes = Sizes(heads, nope, rope, v, latent_dim, float(a["scale"]))
-    attend = {"absorbed": _absorbed, "expanded": _expanded}[str(a["mode"])]
-    absorbed = attend is _absorbed
-    key_width = sizes.latent + sizes.rope
-    row_elements = sizes.heads * (key_width if absorbed else sizes.nope + sizes.rope)
+    absorbed = {"absorbed": True, "expanded": False}[str(a["mode"])]
+    attend = _absorbed if absorbed else _expanded
+    key_width = latent_dim + rope
+    row_elements = heads * (key_width if absorbed else nope + rope)
     kv_b = bind_kv_b(node, heads, nope, v)
     cos, sin = node.constants["cos"], node.constants["sin"]
-    wide_dtype = torch.bfloat16 if absorbed and node.types["q"].dtype == cache_dtype == "bfloat16" else torch.float32
     cast = CASTS[node.types["q"].dtype]
 
     def run(
@@ -66,73 +65,87 @@ def bind(node: CpuNode) -> Run | None:
             return make_plan(*ragged, turns, block_tokens, row_elements, key_width, CACHED if absorbed else 0)
 
         plan = step.once(("mla_attention", absorbed), plan_step)
-        rows = cache_rows(cache, cache_dtype, key_width)
-        if plan.whole:
-            (group,) = plan.groups
-            return (cast(attend(step, sizes, kv_b, q, _keys(rows, group, wide_dtype), group)[0]),)
-        o = q.new_zeros(len(q), sizes.heads * sizes.v)
-        for group in plan.groups:
-            outputs = attend(step, sizes, kv_b, q, _keys(rows, group, wide_dtype), group)
-            for part, output in zip(group.parts, outputs, strict=True):
-                if part.real is None:
-                    o[part.rows] = output.to(o.dtype)
-                else:
-                    o[part.real[1]] = output[part.real[0]].to(o.dtype)
-        return (o,)
+        if not plan.groups:
+            return (q.new_zeros(len(q), heads * v),)
+        return (cast(attend(step, sizes, kv_b, q, cache_rows(cache, cache_dtype, key_width), plan)),)
 
     return run
 
 
-def _keys(rows: torch.Tensor, group: Group, wide_dtype: torch.dtype) -> torch.Tensor:
-    """The cached rows of a group, [G, S, L+R]; memory of its own only where they are scattered or converted.
-
-    The fused kernel is faster in float32, which wins while the converted keys stay in the processor's cache.
-    """
-    found = rows[group.slots] if isinstance(group.slots, slice) else rows.index_select(0, group.slots)
-    dtype = torch.float32 if found.numel() <= CACHED else wide_dtype
-    return found.to(dtype).view(group.size, group.keys, -1)
-
-
 def _absorbed(
-    step: StepMemo, sizes: Sizes, kv_b: KvB | Int8KvB, q: torch.Tensor, keys_GSE: torch.Tensor, group: Group
-) -> list[torch.Tensor]:
-    """Outputs [n, H*V] of the group's parts, with the latents as keys and values of all heads.
+    step: StepMemo, sizes: Sizes, kv_b: KvB | Int8KvB, q: torch.Tensor, rows: torch.Tensor, plan: Plan
+) -> torch.Tensor:
+    """[T, H*V] with the latents as keys and values of all heads.
 
     A query's heads are the rows of one attention problem, and the queries its batch: so the latents are read once for
     all heads, and the mask has a row per query. Values are whole cached rows, since the fused kernel wants equal
     widths; the rope part of the sum is dropped.
     """
-    outputs = []
-    for part in group.parts:
-        q_nHD = q[part.rows].float().numpy().reshape(-1, sizes.heads, sizes.nope + sizes.rope)
-        q_nHL = kv_b.to_latents(step, q_nHD[..., : sizes.nope])
-        q_nHE = np.empty((len(q_nHD), sizes.heads, sizes.latent + sizes.rope), np.float32)
-        q_nHE[..., : sizes.latent] = q_nHL.float().numpy()
-        turned = q_nHE[..., sizes.latent :].view(np.complex64)
-        np.multiply(q_nHD[..., sizes.nope :].view(np.complex64), part.turns.numpy(), turned)
-        q_GQHE = torch.from_numpy(q_nHE).view(group.size, part.queries, sizes.heads, -1).to(keys_GSE.dtype)
-        keys_GQSE = keys_GSE[:, None, : part.keys].expand(-1, part.queries, -1, -1)
-        mask = part.mask(q_GQHE.dtype)
-        mask_GQ1S = None if mask is None else mask.unsqueeze(2)
-        sums_GQHE = scaled_dot_product_attention(q_GQHE, keys_GQSE, keys_GQSE, mask_GQ1S, scale=sizes.scale)
-        outputs.append(kv_b.to_values(step, sums_GQHE[..., : sizes.latent].flatten(0, 1)))
-    return outputs
+    q_THD = q.float().numpy().reshape(len(q), sizes.heads, sizes.nope + sizes.rope)
+    made_THE = np.empty((len(q), sizes.heads, sizes.latent + sizes.rope), np.float32)
+    made_THE[..., : sizes.latent] = kv_b.to_latents(step, q_THD[..., : sizes.nope]).float().numpy()
+    turned = made_THE[..., sizes.latent :].view(np.complex64)
+    np.multiply(q_THD[..., sizes.nope :].view(np.complex64), plan.turns, turned)
+    q_THE = torch.from_numpy(made_THE)
+    make = torch.empty if plan.whole else torch.zeros
+    sums_HTL = make((sizes.heads, len(q), sizes.latent), dtype=kv_b.sums_dtype(len(q)))
+    for group in plan.groups:
+        found = rows[group.slots] if isinstance(group.slots, slice) else rows.index_select(0, group.slots)
+        # The fused kernel is faster in float32, which wins while the converted keys stay in the processor's cache.
+        dtype = torch.float32 if found.numel() <= CACHED or q.dtype is torch.float32 else rows.dtype
+        keys_GSE = found.to(dtype).view(group.size, group.keys, -1)
+        for part in group.parts:
+            q_GQHE = q_THE[part.rows].to(dtype).view(group.size, part.queries, sizes.heads, -1)
+            keys_GQSE = keys_GSE[:, None, : part.keys].expand(-1, part.queries, -1, -1)
+            mask = part.mask(dtype)
+            mask_GQ1S = None if mask is None else mask.unsqueeze(2)
+            sums_GQHE = scaled_dot_product_attention(q_GQHE, keys_GQSE, keys_GQSE, mask_GQ1S, scale=sizes.scale)
+            sums_HnL = sums_GQHE[..., : sizes.latent].flatten(0, 1).transpose(0, 1)
+            if part.real is None:
+                sums_HTL[:, part.rows] = sums_HnL
+            else:
+                sums_HTL[:, part.real[1]] = sums_HnL[:, part.real[0]].to(sums_HTL.dtype)
+    return kv_b.to_values(step, sums_HTL)
 
 
 def _expanded(
-    step: StepMemo, sizes: Sizes, kv_b: KvB | Int8KvB, q: torch.Tensor, keys_GSE: torch.Tensor, group: Group
+    step: StepMemo, sizes: Sizes, kv_b: KvB | Int8KvB, q: torch.Tensor, rows: torch.Tensor, plan: Plan
+) -> torch.Tensor:
+    """[T, H*V] with keys and values made of the latents, in float32, in which the fused kernel computes faster."""
+    w = kv_b.whole()
+    if plan.whole:
+        (group,) = plan.groups
+        return _expanded_group(sizes, w, q, _keys(rows, group), group)[0]
+    o = q.new_zeros(len(q), sizes.heads * sizes.v)
+    for group in plan.groups:
+        outputs = _expanded_group(sizes, w, q, _keys(rows, group), group)
+        for part, output in zip(group.parts, outputs, strict=True):
+            if part.real is None:
+                o[part.rows] = output.to(o.dtype)
+            else:
+                o[part.real[1]] = output[part.real[0]].to(o.dtype)
+    return o
+
+
+def _keys(rows: torch.Tensor, group: Group) -> torch.Tensor:
+    """The cached rows of a group, float32 [G, S, L+R]; memory of its own only where they are scattered or converted."""
+    found = rows[group.slots] if isinstance(group.slots, slice) else rows.index_select(0, group.slots)
+    return found.float().view(group.size, group.keys, -1)
+
+
+def _expanded_group(
+    sizes: Sizes, w: torch.Tensor, q: torch.Tensor, keys_GSE: torch.Tensor, group: Group
 ) -> list[torch.Tensor]:
-    """Outputs [n, H*V] of the group's parts, with keys and values made for as many heads at a time as memory allows."""
-    dtype, width = keys_GSE.dtype, sizes.nope + sizes.rope
-    w = kv_b.whole().to(dtype)
-    queries = [_rotated_queries(sizes, q, part, group.size, dtype) for part in group.parts]
+    """Outputs [n, H*V] of the group's parts, with keys and values of as many heads at a time as memory allows."""
+    width = sizes.nope + sizes.rope
+    queries = [_rotated_queries(sizes, q, part, group.size) for part in group.parts]
     outputs: list[list[torch.Tensor]] = [[] for _ in group.parts]
     step = max(1, GROUP_ELEMENTS // (group.size * group.keys * (width + sizes.nope + sizes.v)))
     for first in range(0, sizes.heads, step):
         heads = slice(first, min(first + step, sizes.heads))
         k_GHSD, v_GHSD = _keys_and_values(sizes, w, keys_GSE, heads)
         for part, q_GHQD, done in zip(group.parts, queries, outputs, strict=True):
-            mask = None if part.causal else part.mask(dtype)
+            mask = None if part.causal else part.mask(torch.float32)
             o_GHQD = scaled_dot_product_attention(
                 q_GHQD[:, heads],
                 k_GHSD[:, :, : part.keys],
@@ -146,11 +159,10 @@ def _expanded(
     return [o_GHQV.transpose(1, 2).reshape(-1, sizes.heads * sizes.v) for o_GHQV in joined]
 
 
-def _rotated_queries(sizes: Sizes, q: torch.Tensor, part: Part, size: int, dtype: torch.dtype) -> torch.Tensor:
+def _rotated_queries(sizes: Sizes, q: torch.Tensor, part: Part, size: int) -> torch.Tensor:
     """[G, H, Q, N+R]"""
-    q_nHD = q[part.rows].view(-1, sizes.heads, sizes.nope + sizes.rope)
-    turned_nHR = rotate_by(q_nHD[..., sizes.nope :].float(), part.turns).to(dtype)
-    q_nHD = torch.cat((q_nHD[..., : sizes.nope].to(dtype), turned_nHR), -1)
+    q_nHD = q[part.rows].float().view(-1, sizes.heads, sizes.nope + sizes.rope)
+    q_nHD = torch.cat((q_nHD[..., : sizes.nope], rotate_by(q_nHD[..., sizes.nope :], part.turns)), -1)
     return q_nHD.view(size, part.queries, sizes.heads, -1).transpose(1, 2)
 
 

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from dsc.plugins.cpu_node import CpuNode, StepMemo
 from dsc.plugins.stored import StoredWeight
 
-FEW = 4  # queries for which torch's int8 kernel, head by head, beats making the codes float32
+FEW = 8  # queries for which torch's int8 kernel, head by head, beats making the codes float32
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +36,13 @@ class KvB:
         latents = _by_head(step, torch.from_numpy(q_nHN).transpose(0, 1), self._halves()[0].mT)
         return latents.view(len(q_nHN), self.heads, -1)
 
-    def to_values(self, step: StepMemo, sums_nHL: torch.Tensor) -> torch.Tensor:
+    def sums_dtype(self, count: int) -> torch.dtype:
+        """The dtype that `to_values` wants for `count` queries."""
+        return torch.float32
+
+    def to_values(self, step: StepMemo, sums_HnL: torch.Tensor) -> torch.Tensor:
         """W_UV,h o_h of every head: [n, H*V]."""
-        return _by_head(step, sums_nHL.transpose(0, 1).float(), self._halves()[1])
+        return _by_head(step, sums_HnL, self._halves()[1])
 
     def _halves(self) -> tuple[torch.Tensor, ...]:
         """[H, N, L] and [H, V, L]"""
@@ -76,14 +80,15 @@ class Int8KvB:
         parts = zip(q_HnN.bfloat16().unbind(0), self.keys.unbind(0), strict=True)
         return torch.cat([torch._weight_int8pack_mm(q, k, self.ones) for q, k in parts], 1).view(count, heads, -1)
 
-    def to_values(self, step: StepMemo, sums_nHL: torch.Tensor) -> torch.Tensor:
+    def sums_dtype(self, count: int) -> torch.dtype:
+        """The dtype that `to_values` wants for `count` queries."""
+        return torch.float32 if count > FEW else torch.bfloat16
+
+    def to_values(self, step: StepMemo, sums_HnL: torch.Tensor) -> torch.Tensor:
         """W_UV,h o_h of every head: [n, H*V]."""
-        count, heads, latent = sums_nHL.shape
-        sums_HnL = sums_nHL.transpose(0, 1)
-        if count > FEW:
-            return _by_head(step, sums_HnL.float(), self.values).mul_(self.value_scales.view(-1))
-        rows_HnL = torch.empty((heads, count, latent), dtype=torch.bfloat16).copy_(sums_HnL)
-        parts = zip(rows_HnL.unbind(0), self.values.unbind(0), self.value_scales.unbind(0), strict=True)
+        if sums_HnL.dtype is torch.float32:
+            return _by_head(step, sums_HnL, self.values).mul_(self.value_scales.view(-1))
+        parts = zip(sums_HnL.unbind(0), self.values.unbind(0), self.value_scales.unbind(0), strict=True)
         return torch.cat([torch._weight_int8pack_mm(*part) for part in parts], 1)
 
 
@@ -117,5 +122,7 @@ def _by_head(step: StepMemo, x_HnK: torch.Tensor, w_HNK: torch.Tensor) -> torch.
     heads = zip(x_HnK.unbind(0), w_HNK.unbind(0), strict=True)
     if w_HNK.dtype is torch.float32:
         return torch.cat([linear(x, w) for x, w in heads], 1)
-    room = step.once(("kv_b", w_HNK.stride()[1:], w_HNK.shape[1:]), lambda: torch.empty_like(w_HNK[0], dtype=torch.float32))
+    room = step.once(
+        ("kv_b", w_HNK.stride()[1:], w_HNK.shape[1:]), lambda: torch.empty_like(w_HNK[0], dtype=torch.float32)
+    )
     return torch.cat([linear(x, room.copy_(w)) for x, w in heads], 1)

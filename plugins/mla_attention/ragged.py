@@ -1,7 +1,7 @@
 """How the sequences of a step are put together for batched attention, once for all layers.
 
 Legend: G sequences of a group, Q queries of each (shorter ones padded), S keys of each, R the rotated width.
-Imports torch only.
+Imports torch and numpy only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 MASK_CELLS = 1 << 23  # most elements of a mask: 32 MB at float32
 GROUP_ELEMENTS = 1 << 24  # most elements of gathered keys, or of one part's queries: 64 MB at float32
@@ -81,10 +83,15 @@ class Group:
 
 @dataclass
 class Plan:
-    """All groups of a step. `whole`: one part holds exactly the step's rows, in order."""
+    """All groups of a step.
+
+    whole  one part holds exactly the step's rows, in order
+    turns  complex [T, 1, R/2]: the rotations of all rows
+    """
 
     groups: list[Group]
     whole: bool
+    turns: NDArray[np.complex64]
 
 
 def make_plan(
@@ -103,19 +110,19 @@ def make_plan(
     row_elements    elements of one row's queries over all heads, key_elements of one gathered key: they bound memory
     group_elements  most elements of the gathered keys of several sequences; 0: what memory allows
     """
-    starts, lengths = query_starts.tolist(), sequence_lengths.tolist()
+    starts, lengths, table = query_starts.tolist(), sequence_lengths.tolist(), block_table.numpy()
     spans = [
         Span(sequence, starts[sequence], starts[sequence + 1] - starts[sequence], length)
         for sequence, length in enumerate(lengths)
         if starts[sequence + 1] > starts[sequence]
     ]
     batches = _batches(spans, row_elements, key_elements, min(group_elements or GROUP_ELEMENTS, GROUP_ELEMENTS))
-    groups = [_group(batch, block_table, turns, block_tokens, row_elements) for batch in batches]
+    groups = [_group(batch, table, turns, block_tokens, row_elements) for batch in batches]
     parts = [part for group in groups for part in group.parts]
     if sum(len(part.spans) * part.queries * part.keys for part in parts if not part.sees_all) > MASK_CELLS:
         for part in parts:
             part.keep_mask = False
-    return Plan(groups, len(parts) == 1 and parts[0].rows == slice(0, len(turns)))
+    return Plan(groups, len(parts) == 1 and parts[0].rows == slice(0, len(turns)), turns.unsqueeze(1).numpy())
 
 
 def _batches(spans: list[Span], row_elements: int, key_elements: int, group_elements: int) -> list[list[Span]]:
@@ -144,19 +151,20 @@ def _fits(spans: Sequence[Span], row_elements: int, key_elements: int, group_ele
 
 
 def _group(
-    spans: list[Span], block_table: torch.Tensor, turns: torch.Tensor, block_tokens: int, row_elements: int
+    spans: list[Span], table: NDArray[np.int32], turns: torch.Tensor, block_tokens: int, row_elements: int
 ) -> Group:
     keys = max(span.length for span in spans)
     if len(spans) > 1:
-        slots: slice | torch.Tensor = _slots_of_many(spans, keys, block_table, block_tokens)
+        slots: slice | torch.Tensor = _slots_of_many(spans, keys, table, block_tokens)
         return Group(len(spans), keys, slots, [_part(spans, turns)])
     (span,) = spans
-    blocks = block_table[span.sequence, : -(-keys // block_tokens)]
+    blocks = table[span.sequence, : -(-keys // block_tokens)]
     first = int(blocks[0])
     if blocks.tolist() == list(range(first, first + len(blocks))):
         slots = slice(first * block_tokens, first * block_tokens + keys)
     else:
-        slots = _slots_of_many(spans, keys, block_table, block_tokens)
+        offsets = np.arange(block_tokens, dtype=np.int32)
+        slots = torch.from_numpy((blocks[:, None] * block_tokens + offsets).ravel()[:keys])
     # A piece of a sequence's queries is a sequence again, shorter by the queries that follow.
     step = max(1, min(MASK_CELLS // keys, GROUP_ELEMENTS // row_elements, span.queries))
     pieces = []
@@ -167,12 +175,12 @@ def _group(
     return Group(1, keys, slots, pieces)
 
 
-def _slots_of_many(spans: list[Span], keys: int, block_table: torch.Tensor, block_tokens: int) -> torch.Tensor:
+def _slots_of_many(spans: list[Span], keys: int, table: NDArray[np.int32], block_tokens: int) -> torch.Tensor:
     """Cache rows [G*S]. Behind its end a sequence repeats its last token: unwritten rows may hold NaN, and 0 * NaN."""
-    blocks = block_table.long()[torch.tensor([span.sequence for span in spans])]
-    ends = torch.tensor([[span.length - 1] for span in spans])
-    tokens = torch.minimum(torch.arange(keys), ends)
-    return (blocks.gather(1, tokens // block_tokens) * block_tokens + tokens % block_tokens).flatten()
+    ends = np.array([[span.length - 1] for span in spans], np.int32)
+    blocks, offsets = np.divmod(np.minimum(np.arange(keys, dtype=np.int32), ends), block_tokens)
+    sequences = np.array([[span.sequence] for span in spans])
+    return torch.from_numpy((table[sequences, blocks] * block_tokens + offsets).ravel())
 
 
 def _part(spans: list[Span], turns: torch.Tensor) -> Part:
