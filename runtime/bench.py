@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,79 +29,15 @@ from dsc.runtime.bench_layers import (
     launch_cost,
     layer_of,
 )
+from dsc.runtime.bench_points import DecodePoint, LayerTime, PrefillPoint, decode_data, knee, prefill_data
 from dsc.runtime.bench_routing import experts_hit, independent_hits, spreads
 from dsc.runtime.engine import Engine, load
 from dsc.runtime.errors import DscError
 
 WARM_STEPS = 2
 ROUTING_STEPS = 4  # whose experts are counted
-KNEE = 0.8  # of the best rate
 DEFAULT_BATCHES = (1, 16, 64, 128, 256)
 DEFAULT_CONTEXTS = (2048, 4096, 8192)
-
-
-@dataclass(frozen=True)
-class LayerTime:
-    """Seconds of one layer (or of what lies outside layers) beside its floor; launches None on CPUs."""
-
-    name: str
-    seconds: float
-    floor: float | None
-    launches: int | None
-    moe: bool
-
-
-@dataclass(frozen=True)
-class DecodePoint:
-    """A decode step of `batch` sequences of `context` tokens, this step's included.
-
-    seconds          wall time of a step: inputs built, main and sample run, tokens fetched
-    device_seconds   what the device was busy in it, None on CPUs; the rest of `seconds` is the host's gap
-    sample_seconds   of the sample graph in it
-    floor            least seconds of the main graph, None where the target has no measured rates
-    experts          distinct experts hit by layer, and what independent routing would hit
-    valid            False where routing hits too few experts for times of this model's experts to mean anything
-    """
-
-    batch: int
-    context: int
-    seconds: float
-    device_seconds: float | None
-    sample_seconds: float | None
-    floor: float | None
-    experts: dict[str, float]
-    independent: float
-    valid: bool
-    memory_bytes: int
-    layers: list[LayerTime] = field(default_factory=list)
-    nodes: list[LayerTime] = field(default_factory=list)
-    launch: LaunchCost | None = None
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second."""
-        return self.batch / self.seconds
-
-
-@dataclass(frozen=True)
-class PrefillPoint:
-    """Whole prompts from an empty cache: `prompts` of `context` tokens each, in chunks of the largest step.
-
-    experts  distinct experts hit by the first chunk, by layer; valid as for decode
-    """
-
-    prompts: int
-    context: int
-    seconds: float
-    floor: float | None
-    experts: dict[str, float]
-    valid: bool
-    memory_bytes: int
-
-    @property
-    def rate(self) -> float:
-        """Tokens a second."""
-        return self.prompts * self.context / self.seconds
 
 
 @dataclass(frozen=True)
@@ -364,13 +300,6 @@ class _Timing:
     launch: LaunchCost | None = None
 
 
-def knee(points: Sequence[DecodePoint]) -> int | None:
-    """The smallest batch with at least KNEE of the best rate of these points: more sequences gain little beyond it."""
-    sound = [point for point in points if point.valid]
-    best = max((point.rate for point in sound), default=0.0)
-    return min((point.batch for point in sound if point.rate >= KNEE * best), default=None)
-
-
 def to_data(engine: Engine, decode: Sequence[DecodePoint], prefill: Sequence[PrefillPoint]) -> dict[str, Any]:
     """JSON data: model, device, load, decode, prefill, knees by context; seconds, bytes and tokens throughout.
 
@@ -385,35 +314,7 @@ def to_data(engine: Engine, decode: Sequence[DecodePoint], prefill: Sequence[Pre
         "load": engine.backend.describe(),
         "weight_bytes": engine.resident_weight_bytes(),
         "cache_tokens": engine.cache.capacity_tokens,
-        "decode": [_decode_data(point) for point in decode],
-        "prefill": [_prefill_data(point) for point in prefill],
+        "decode": [decode_data(point) for point in decode],
+        "prefill": [prefill_data(point) for point in prefill],
         "knee": {str(c): knee([p for p in decode if p.context == c]) for c in contexts},
     }
-
-
-def _decode_data(point: DecodePoint) -> dict[str, Any]:
-    data = asdict(point)
-    moe = [layer for layer in point.layers if layer.moe]
-    busy = point.device_seconds
-    derived: dict[str, Any] = {
-        "tokens_per_s": point.rate,
-        "host_gap": None if busy is None else max(0.0, 1.0 - busy / point.seconds),
-        "floor_share": _share(point.floor, point.seconds if busy is None else busy - (point.sample_seconds or 0.0)),
-        "moe_layer_seconds": statistics.median(layer.seconds for layer in moe) if moe else None,
-        "moe_layer_floor": statistics.median(layer.floor or 0.0 for layer in moe) if moe and point.floor else None,
-        "moe_layer_launches": moe[0].launches if moe else None,
-    }
-    if not point.valid:
-        silent = ("seconds", "device_seconds", "layers", "nodes")
-        data |= dict.fromkeys(silent)
-        derived = dict.fromkeys(derived)
-    return {**data, **derived}
-
-
-def _prefill_data(point: PrefillPoint) -> dict[str, Any]:
-    data = {**asdict(point), "tokens_per_s": point.rate, "floor_share": _share(point.floor, point.seconds)}
-    return data if point.valid else {**data, "seconds": None, "tokens_per_s": None, "floor_share": None}
-
-
-def _share(floor: float | None, seconds: float) -> float | None:
-    return None if floor is None else floor / seconds
