@@ -13,14 +13,11 @@ from dsc.compiler.config import read_config
 from dsc.compiler.emit import emit, gather, place
 from dsc.compiler.engine_writer import EngineContents, weight_bytes, write_engine
 from dsc.compiler.fit import check_fit
+from dsc.compiler.graphs import make_graphs
 from dsc.compiler.hub import find_model
-from dsc.compiler.importer.model import import_main, import_mtp
-from dsc.compiler.ir.graph import Graph
-from dsc.compiler.ir.verify import verify
 from dsc.compiler.ledger import Ledger, make_ledger
 from dsc.compiler.lower import lower
-from dsc.compiler.phases import StepLimits, phase_graphs, sample_graph
-from dsc.compiler.pipeline import PipelineReport, check_final, run_passes
+from dsc.compiler.pipeline import PipelineReport
 from dsc.compiler.progress import Progress
 from dsc.compiler.random_checkpoint import RandomCheckpoint, describe
 from dsc.compiler.recipe import Mtp, Recipe
@@ -137,41 +134,6 @@ def compile_engine(
     return Built(stage.target, sum(sizes.values()), total, time.monotonic() - begin, _fusions(report), notes)
 
 
-def make_graphs(recipe: Recipe, checkpoint: AnyCheckpoint, dump: Path | None) -> tuple[list[Graph], PipelineReport]:
-    """The final graphs in the order main, mtp, sample, and what the passes did."""
-    limits = step_limits(recipe)
-    context = recipe.limits.context_tokens
-    imported = [import_main(checkpoint.spec, checkpoint.source, context)]
-    if recipe.mtp.enabled:
-        imported.append(import_mtp(checkpoint.spec, checkpoint.source, context))
-    graphs = [graph for model in imported for graph in phase_graphs(model, limits)]
-    report = run_passes(graphs, [entry.instance for entry in recipe.passes], recipe.allow, dump)
-    sample = sample_graph(checkpoint.spec, limits)
-    verify(sample)
-    graphs.append(sample)
-    report.nodes[sample.name] = [(str(node.name), f"dsc.{node.op}") for node in sample.nodes]
-    check_final(graphs)
-    return graphs, report
-
-
-def step_limits(recipe: Recipe) -> StepLimits:
-    """The largest step of the recipe's engine.
-
-    On a GPU a step's logits have their place from the start, so there are as many as sampling asks for; a CPU engine gives
-    those of every token, for judging texts.
-    """
-    limits, drafts = recipe.limits, recipe.mtp.drafts
-    return StepLimits(
-        batch_tokens=limits.batch_tokens,
-        sequences=limits.sequences,
-        context_tokens=limits.context_tokens,
-        drafts=drafts,
-        logit_rows=limits.batch_tokens if recipe.target == "cpu" else limits.sequences * (1 + drafts),
-        cache_dtype=recipe.kv_cache.dtype,
-        block_tokens=recipe.kv_cache.block_tokens,
-    )
-
-
 def check_buildable(recipe: Recipe) -> Target:
     """The recipe's target; DscError naming all the recipe asks for that is not built yet."""
     faults = []
@@ -194,14 +156,6 @@ def check_buildable(recipe: Recipe) -> Target:
     raise_all(recipe.where, faults)
     assert target is not None
     return target
-
-
-def _check_tokenizer(folder: Path) -> tuple[str, ...]:
-    """Raise DscError for a tokenizer that no engine could read; say where there is none."""
-    if not (folder / "tokenizer.json").is_file():
-        return (f"{folder.name} has no tokenizer.json: the engine takes and gives token ids",)
-    Tokenizer(folder)
-    return ()
 
 
 def _check_tokenizer(folder: Path) -> tuple[str, ...]:

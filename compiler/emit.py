@@ -105,7 +105,7 @@ def emit(
     raises    DscError naming a weight that holds NaN or infinity; OSError
     """
     position = position or _order_of_use(weights.values())
-    groups = _groups(weights)
+    groups = group_parts(weights)
     bases = sorted(groups, key=lambda base: (_first(weights[groups[base][0]].expression, position), base))
     names = [name for base in bases for name in groups[base]]
     stored = {name: store(name, weights[name].expression) for name in names}
@@ -124,7 +124,7 @@ def emit(
     return Emission(placements, tensor_sha256, file_sha256, records)
 
 
-def _groups(weights: Mapping[str, WeightValues]) -> dict[str, list[str]]:
+def group_parts(weights: Mapping[str, WeightValues]) -> dict[str, list[str]]:
     """Tensors by the weight they store: `base.weight` -> its data, then its scales."""
     groups: dict[str, list[str]] = {}
     for name, values in weights.items():
@@ -207,7 +207,7 @@ def _write_rounded(
     format_, shape = segment.parsed, segment.x.shape
     assert len(shape) == 2, (job.weight, shape)
     blocks = list(row_blocks(shape))
-    grid = _grid(segment, read, blocks) if format_.kind == "wint4" and len(blocks) > 1 else ""
+    grid = choose_grid(segment, read, blocks) if format_.kind == "wint4" and len(blocks) > 1 else ""
     found = []
     for rows in blocks:
         made = quantize(evaluate(segment.x, read, rows), format_, grid)
@@ -220,7 +220,7 @@ def _write_rounded(
     return replace(total, grids=dict.fromkeys(total.grids, 1))
 
 
-def _grid(segment: Quantize, read: Read, blocks: list[Rows]) -> str:
+def choose_grid(segment: Quantize, read: Read, blocks: list[Rows]) -> str:
     """The wint4 grid of a matrix of several pieces, which are read twice: the choice is one for all of it."""
     squares: dict[str, list[float]] = {grid: [] for grid in GRIDS}
     for rows in blocks:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.engines import TINY_R1
 from support.families import make_checkpoint
 
-from dsc.compiler.build import make_graphs
+from dsc.compiler.graphs import make_graphs
 from dsc.compiler.checkpoint import Checkpoint
 from dsc.compiler.cli import main
 from dsc.compiler.config import read_config
@@ -158,7 +158,7 @@ def test_a_step_takes_what_plan_memory_plans(family: str, name: str, tmp_path: P
         kept = tuple(entry for entry in recipe.passes if entry.name != "fuse_mtp_input")
         recipe = replace(recipe, mtp=replace(recipe.mtp, enabled=False, drafts=0), passes=kept)
     checkpoint = Checkpoint.open(folder, spec, mtp=recipe.mtp.enabled)
-    graphs = make_graphs(recipe, checkpoint, None)[0]
+    graphs = make_graphs(recipe, checkpoint)[0]
     arenas = [memory_report(lower(graph, ""))["arena_bytes"] for graph in graphs]
     told = step_memory(checkpoint.spec, recipe, Mesh(1, 1), recipe.limits.batch_tokens, recipe.limits.sequences)
     assert told.arena_bytes == pytest.approx(max(arenas), rel=0.02)

@@ -11,7 +11,7 @@ import pytest
 from support.engines import ROOT, TINY_R1
 from support.families import make_checkpoint
 
-from dsc.compiler.build import make_graphs
+from dsc.compiler.graphs import make_graphs
 from dsc.compiler.checkpoint import Checkpoint
 from dsc.compiler.config import read_config
 from dsc.compiler.emit import gather
@@ -150,7 +150,7 @@ def test_weights_are_those_of_the_graphs(name: str, family: str, checkpoints: di
     recipe = load_recipe(name).override("cpu", 1)
     checkpoint = Checkpoint.open(folder, read_config(folder), mtp=recipe.mtp.enabled)
     stored: dict[str, tuple[str, str, int]] = {}
-    for tensor, values in gather(make_graphs(recipe, checkpoint, None)[0]).items():
+    for tensor, values in gather(make_graphs(recipe, checkpoint)[0]).items():
         expression = values.expression
         quantized = isinstance(expression, Quantize)
         weight = re.sub(r"\.(packed|scales)$", ".weight", tensor) if quantized else tensor
