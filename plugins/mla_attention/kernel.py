@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import triton
 
 from dsc.plugins.gpu_node import GpuNode, Typed
-from dsc.plugins.mla_attention.triton_decode import mla_attend, mla_queries, mla_values
+from dsc.plugins.mla_attention.triton_decode import mla_attend, mla_queries, mla_values, mla_values_few
 from dsc.runtime.errors import DscError
 from dsc.runtime.steps import Kernel, Repeat, Scalar, Step, TensorMap, Variant
 
 CHUNK = 1024  # tokens whose absorbed queries are in memory at a time
 SPARE = 160  # pieces beyond one a tile of rows: enough to keep any chip busy with a single sequence
-AHEAD_HEADS = 64  # from so many heads on, tensor cores and not memory set the pace of sm90_mla_decode.cu
+DEFINES: dict[str, int] = {}
 RANGES = 128  # at most so many parts of one context
 MINIMUM = {"heads": 1, "nope": 16, "rope": 16, "v": 16, "latent_dim": 16}
 
@@ -39,21 +39,47 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Products:
-    """Tiles of `mla_queries` and `mla_values`, which multiply by kv_b, for at most `most` tokens (0: any number)."""
+class Queries:
+    """Tile of `mla_queries`: tokens, columns of the latent."""
 
-    most: int
     tokens: int
     columns: int
-    query_warps: int
+    warps: int = 4
+
+
+@dataclass(frozen=True)
+class Values:
+    """Tile of `mla_values`, or with no tokens of `mla_values_few`; see there."""
+
+    tokens: int
     outputs: int
-    value_columns: int
     merged: int
-    value_warps: int
+    columns: int = 0
+    warps: int = 8
+    stages: int = 3
 
 
-FLOAT32 = Products(0, 16, 32, 4, 32, 512, 1, 8)
-BFLOAT16 = (Products(16, 16, 128, 4, 64, 256, 4, 8), Products(0, 64, 128, 4, 64, 128, 1, 8))
+@dataclass(frozen=True)
+class Case:
+    """Tiles for at most `tokens` and `sequences`; 0: any number."""
+
+    tokens: int
+    sequences: int
+    queries: Queries
+    values: Values
+
+    @property
+    def guard(self) -> str:
+        limits = (("T", self.tokens), ("B", self.sequences))
+        return " and ".join(f"{letter} <= {most}" for letter, most in limits if most)
+
+
+FLOAT32 = (Case(0, 0, Queries(16, 32), Values(0, 32, 32)),)
+BFLOAT16 = (
+    Case(4, 16, Queries(16, 128), Values(0, 32, 32)),
+    Case(16, 16, Queries(16, 128), Values(16, 64, 4, columns=128, warps=4)),
+    Case(0, 0, Queries(64, 128), Values(64, 64, 1, columns=128)),
+)
 
 
 def tiles_for(node: GpuNode, dtype: str) -> Tiles:
@@ -124,15 +150,14 @@ class Absorbed:
         )
 
     def variants(self) -> tuple[Variant, ...]:
-        """One for each set of product tiles, the fewest tokens first."""
-        choices = (FLOAT32,) if "fp32" in (self.math, *self._kv_b()) else BFLOAT16
+        """One for each case, the fewest tokens first."""
         attend = self._attend()
         found = []
-        for products in choices:
-            steps: list[Step] = [self._queries(products), attend, self._values(products)]
+        for case in FLOAT32 if self.math == "fp32" else BFLOAT16:
+            steps: list[Step] = [self._queries(case), attend, self._values(case.values)]
             chunks = -(-self.node.bounds["T"] // CHUNK)
             steps = steps if chunks == 1 else [Repeat(f"ceil_div(T, {CHUNK})", tuple(steps))]
-            found.append(Variant(tuple(steps), f"T <= {products.most}" if products.most else ""))
+            found.append(Variant(tuple(steps), case.guard))
         return tuple(found)
 
     @property
@@ -164,14 +189,15 @@ class Absorbed:
         known = {"HEADS": "heads", "NOPE": "nope", "ROPE": "rope", "V": "v", "LATENT": "latent_dim"}
         return {name: int(attributes[known[name]]) for name in names}
 
-    def _queries(self, products: Products) -> Kernel:
-        node, tiles = self.node, self.tiles
+    def _queries(self, case: Case) -> Kernel:
+        node, tiles, tile = self.node, self.tiles, case.queries
         heads, latent = int(node.attributes["heads"]), int(node.attributes["latent_dim"])
-        columns = min(products.columns, latent)
+        columns = min(tile.columns, latent)
+        sequences = min(case.sequences or node.bounds["B"], node.bounds["B"])
         steps = ("q", "cos", "sin", "positions", "query_starts", "sequence_lengths")
         return node.triton(
             mla_queries,
-            (f"1 + {latent // columns * heads}*ceil_div({self._tokens()}, {products.tokens})",),
+            (f"1 + {latent // columns * heads}*ceil_div({self._tokens()}, {tile.tokens})",),
             {
                 **{name: node.at(name) for name in steps},
                 **self._weight(),
@@ -186,15 +212,15 @@ class Absorbed:
                 "ROWS": tiles.rows,
                 "KEYS": tiles.keys,
                 "LONGEST": 0,
-                "SEQUENCES": max(32, triton.next_power_of_2(node.bounds["B"])),
+                "SEQUENCES": max(16, triton.next_power_of_2(sequences)),
                 "RANGES": RANGES,
                 "SHORTEST": max(1, 128 // tiles.keys),
                 "OVERHEAD": max(1, 192 // tiles.keys),
-                "TOKENS": products.tokens,
+                "TOKENS": tile.tokens,
                 "COLUMNS": columns,
                 "PDL": node.arch.has_pdl,
             },
-            num_warps=products.query_warps,
+            num_warps=tile.warps,
             pdl=True,
         )
 
@@ -252,18 +278,19 @@ class Absorbed:
                 scale,
                 Scalar("i32", "P"),
             ],
-            defines={"HEADS": heads, "AHEAD": int(heads >= AHEAD_HEADS)},
+            defines={"HEADS": heads, **DEFINES},
             shared_bytes=SHARED_BYTES,
             pdl=True,
         )
 
-    def _values(self, products: Products) -> Kernel:
+    def _values(self, tile: Values) -> Kernel:
         node = self.node
         heads, latent, v = (int(node.attributes[name]) for name in ("heads", "latent_dim", "v"))
-        outputs = min(products.outputs, v)
+        outputs = min(tile.outputs, v)
+        shape = {"TOKENS": tile.tokens, "COLUMNS": min(tile.columns, latent)} if tile.tokens else {}
         return node.triton(
-            mla_values,
-            (v // outputs, heads, f"ceil_div({self._tokens()}, {products.tokens})"),
+            mla_values if tile.tokens else mla_values_few,
+            (v // outputs, heads, f"ceil_div({self._tokens()}, {tile.tokens})" if tile.tokens else self._tokens()),
             {
                 "partial": self.partial,
                 "sums": self.sums,
@@ -274,15 +301,15 @@ class Absorbed:
                 "o": node.at("o"),
                 "ROWS": self.tiles.rows,
                 "RANGES": RANGES,
-                "TOKENS": products.tokens,
+                **shape,
                 "OUTPUTS": outputs,
-                "COLUMNS": min(products.value_columns, latent),
-                "MERGED": products.merged,
+                "MERGED": tile.merged,
                 "PDL": node.arch.has_pdl,
             },
-            num_warps=products.value_warps,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
             pdl=True,
         )
 
 
-SHARED_BYTES = 1024 + 3 * 73728 + 2 * 2 * 64 * 4 + 128  # of sm90_mla_decode.cu: to align, struct Shared
+SHARED_BYTES = 1024 + 3 * 73728 + 2 * 2 * 64 * 4 + 256  # of sm90_mla_decode.cu: to align, struct Shared

@@ -11,8 +11,11 @@
 #ifndef HEADS
 #define HEADS 128
 #endif
-#ifndef AHEAD  // 1: a tile's scores begin before the softmax of the one before, once its keys are there
-#define AHEAD 1
+#ifndef ORDER
+#define ORDER 0
+#endif
+#ifndef PREFETCH
+#define PREFETCH 0
 #endif
 
 namespace {
@@ -34,7 +37,7 @@ struct Shared {
     uint8_t k[2][TILE_BYTES];
     float alpha[2][ROWS];                            // factor of the sums before a tile is added
     float inverse[2][ROWS];                          // 1 / sum of probabilities, by parity of the piece
-    uint64_t q_full, q_free, k_full[2][GROUPS], k_free[2], p_full[2], inverse_full[2];
+    uint64_t q_full, q_free, k_full[2][GROUPS], k_free[2], half[2], p_full[2], inverse_full[2];
 };
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
@@ -159,6 +162,13 @@ __device__ __forceinline__ Piece load_piece(const int* plan, int index) {
     return Piece{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 }
 
+// Asks for a tile of keys to be in the L2.
+__device__ __forceinline__ void prefetch(const CUtensorMap* map, int row) {
+    for (int group = 0; group < GROUPS; ++group)
+        asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(0), "r"(row),
+                     "r"(group * (CHUNKS / GROUPS)) : "memory");
+}
+
 __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* queries, const CUtensorMap* cache,
                                         const int* plan, const int* table, int blocks_per_sequence) {
     const int pieces = plan[0];
@@ -166,10 +176,15 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* queri
     for (int index = blockIdx.x; index < pieces; index += gridDim.x, ++count) {
         const Piece piece = load_piece(plan, index);
         const int* blocks = table + static_cast<int64_t>(piece.sequence) * blocks_per_sequence;
-        int block = blocks[piece.begin / KEYS];
+        int ahead[1 + PREFETCH];                         // blocks of the next tiles
+        for (int i = 0; i <= PREFETCH; ++i)
+            ahead[i] = piece.begin + i * KEYS < piece.end ? blocks[piece.begin / KEYS + i] : -1;
         for (int key = piece.begin; key < piece.end; key += KEYS, ++tile) {
-            const int next = key + KEYS < piece.end ? blocks[key / KEYS + 1] : 0;
-            const int buffer = tile & 1, parity = tile >> 1 & 1;
+            const int block = ahead[0], buffer = tile & 1, parity = tile >> 1 & 1;
+            for (int i = 0; i < PREFETCH; ++i) ahead[i] = ahead[i + 1];
+            ahead[PREFETCH] = key + (1 + PREFETCH) * KEYS < piece.end ? blocks[key / KEYS + 1 + PREFETCH] : -1;
+            if (PREFETCH && ahead[PREFETCH - (PREFETCH > 0)] >= 0 && piece.local == 0)
+                prefetch(cache, ahead[PREFETCH - (PREFETCH > 0)] * KEYS);
             barrier_wait(&shared.k_free[buffer], parity ^ 1);
             for (int group = 0; group < GROUPS; ++group) {
                 uint64_t* full = &shared.k_full[buffer][group];
@@ -181,7 +196,6 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* queri
                 barrier_expect(&shared.q_full, TILE_BYTES);
                 fetch(shared.q, queries, piece.first_row, 0, &shared.q_full);
             }
-            block = next;
         }
     }
 }
@@ -202,12 +216,15 @@ struct Rows {
 __device__ __forceinline__ void start_scores(Shared& shared, int tile, float (&s)[32]) {
     const int buffer = tile & 1, parity = tile >> 1 & 1;
     const uint32_t q_base = opaque(shared_address(shared.q)), k_base = opaque(shared_address(shared.k[buffer]));
-    if (AHEAD)
-        for (int group = 0; group < GROUPS; ++group) barrier_wait(&shared.k_full[buffer][group], parity);
+#if ORDER == 1
+    if (tile > 0) barrier_wait(&shared.k_free[buffer ^ 1], (tile - 1) >> 1 & 1);
+#elif ORDER == 2
+    if (tile > 0) barrier_wait(&shared.half[buffer ^ 1], (tile - 1) >> 1 & 1);
+#endif
     wgmma_fence();
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
-        if (!AHEAD) barrier_wait(&shared.k_full[buffer][group], parity);
+        barrier_wait(&shared.k_full[buffer][group], parity);
 #pragma unroll
         for (int step = 0; step < 4 * CHUNKS / GROUPS; ++step) {
             const int offset = group * GROUP_BYTES + step / 4 * CHUNK_BYTES + step % 4 * 32;
@@ -268,7 +285,7 @@ __device__ __forceinline__ void attend(Shared& shared, const int* plan, float* s
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
     const int pieces = plan[0];
     int tile = 0, count = 0;
-    float s[1 + AHEAD][32];
+    float s[32];
     for (int index = blockIdx.x; index < pieces; index += gridDim.x, ++count) {
         const Piece piece = load_piece(plan, index);
         Rows rows{{min(piece.visible + (piece.local + row) / HEADS, piece.end),
@@ -277,40 +294,13 @@ __device__ __forceinline__ void attend(Shared& shared, const int* plan, float* s
                   {-INFINITY, -INFINITY},
                   {0.0f, 0.0f}};
         barrier_wait(&shared.q_full, count & 1);
-        int key = piece.begin;
-        const auto finish = [&](float (&done)[32]) {
-            pin(done);
+        for (int key = piece.begin; key < piece.end; key += KEYS, ++tile) {
+            start_scores(shared, tile, s);
+            wgmma_wait<0>();
+            pin(s);
             if (key + KEYS >= piece.end) warp_arrive(&shared.q_free);
-            finish_scores(shared, tile, key, piece, rows, scale, done);
-            key += KEYS, ++tile;
-        };
-#if AHEAD
-        start_scores(shared, tile, s[0]);
-        while (key + 2 * KEYS < piece.end) {
-            start_scores(shared, tile + 1, s[1]);
-            wgmma_wait<1>();
-            finish(s[0]);
-            start_scores(shared, tile + 1, s[0]);
-            wgmma_wait<1>();
-            finish(s[1]);
+            finish_scores(shared, tile, key, piece, rows, scale, s);
         }
-        if (key + KEYS < piece.end) {
-            start_scores(shared, tile + 1, s[1]);
-            wgmma_wait<1>();
-            finish(s[0]);
-            wgmma_wait<0>();
-            finish(s[1]);
-        } else {
-            wgmma_wait<0>();
-            finish(s[0]);
-        }
-#else
-        while (key < piece.end) {
-            start_scores(shared, tile, s[0]);
-            wgmma_wait<0>();
-            finish(s[0]);
-        }
-#endif
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float sum = rows.total[half];
@@ -344,11 +334,17 @@ __device__ __forceinline__ void sum_values(Shared& shared, int half, const int* 
             }
             wgmma_fence();
 #pragma unroll
-            for (int i = 0; i < 8; ++i)
+            for (int i = 0; i < 8; ++i) {
                 multiply_values(o[i / 4], descriptor(k_base + P_OFFSET + i % 4 * 32, 16),
                                 descriptor(k_base + (4 * half + i / 4 * 2) * CHUNK_BYTES + i % 4 * 2048, CHUNK_BYTES),
                                 i % 4 > 0 || key > piece.begin);
+                if (ORDER == 2 && i == 3) wgmma_commit();
+            }
             wgmma_commit();
+#if ORDER == 2
+            wgmma_wait<1>();
+            warp_arrive(&shared.half[buffer]);
+#endif
             if (key + KEYS >= piece.end) {
                 barrier_wait(&shared.inverse_full[count & 1], count >> 1 & 1);
                 inverse[0] = shared.inverse[count & 1][row];
@@ -392,6 +388,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
         for (int buffer = 0; buffer < 2; ++buffer) {
             for (int group = 0; group < GROUPS; ++group) barrier_init(&shared.k_full[buffer][group], 1);
             barrier_init(&shared.k_free[buffer], 8);
+            barrier_init(&shared.half[buffer], 8);
             barrier_init(&shared.p_full[buffer], 4);
             barrier_init(&shared.inverse_full[buffer], 4);
         }

@@ -5,7 +5,7 @@
    ROWS rows of queries (tokens times heads). Lengths are known on the device only, so the list has a fixed bound.
 2. `mla_attend` takes a piece at a time: softmax over its keys, its sum of latents (normalized) and its log-sum-exp.
    On Hopper sm90_mla_decode.cu does this.
-3. `mla_values` merges a token's pieces and multiplies by W_UV.
+3. `mla_values` or `mla_values_few` merges a token's pieces and multiplies by W_UV.
 
 plan    int32 [pieces + 1, 8]: the number of pieces, then for each (sequence, first row of `queries`, rows, first key, end
         of keys, keys that its first token sees, row within the sequence's part of the step)
@@ -56,8 +56,31 @@ def weight_tile(
 
 
 @triton.jit
-def _ranges(blocks, size):
-    return (blocks + size - 1) // size
+def _range_length(
+    tiles, blocks, capacity, processors, RANGES: tl.constexpr, SHORTEST: tl.constexpr, OVERHEAD: tl.constexpr
+):
+    """How many blocks a range should have, from the tiles of rows and the blocks of every sequence.
+
+    Candidates cut the longest context into 1, 2, ... ranges; the one with the least waves * (blocks + OVERHEAD) is taken,
+    where a wave is one piece on each processor. With many tiles only few cuts are worth a look.
+    """
+    most, all_tiles = tl.max(blocks, 0), tl.sum(tiles, 0)
+    best, found = 2147483647, most
+    STEP: tl.constexpr = 16
+    worthwhile = tl.minimum(RANGES, 4 * processors // tl.maximum(all_tiles, 1) + 4)
+    for first in range(0, worthwhile, STEP):
+        cuts = 1 + first + tl.arange(0, STEP)
+        sizes = tl.maximum((most + cuts - 1) // cuts, SHORTEST)
+        # A float division and half a step: exact for any context that fits memory, and a quarter of the instructions.
+        ranges = ((blocks[:, None] + sizes[None, :]).to(tl.float32) - 0.5) / sizes[None, :].to(tl.float32)
+        counts = tl.sum(tiles[:, None] * ranges.to(tl.int32), 0)
+        costs = (counts + processors - 1) // processors * (sizes + OVERHEAD)
+        costs = tl.where((counts <= capacity) | (cuts == 1), costs, 2147483647)
+        least = tl.min(costs, 0)
+        size = tl.max(tl.where(costs == least, sizes, 0), 0)
+        found = tl.where(least < best, size, found)
+        best = tl.minimum(best, least)
+    return tl.maximum(found, 1)
 
 
 @triton.jit
@@ -66,81 +89,48 @@ def _plan(
     ROWS: tl.constexpr, KEYS: tl.constexpr, LONGEST: tl.constexpr, SEQUENCES: tl.constexpr, RANGES: tl.constexpr,
     SHORTEST: tl.constexpr, OVERHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Fill `plan` and `places` for the tokens first .. last of the sequences with at most LONGEST queries (0: of all).
-
-    Every candidate for the length of a range is a number of ranges that the longest context is cut into; the one with the
-    least waves * (blocks + OVERHEAD) is taken, where a wave is one piece on each processor.
-    """
+    """Fill `plan` and `places` for the tokens first .. last of the sequences with at most LONGEST queries (0: of all)."""
     b = tl.arange(0, SEQUENCES)
     real = b < sequences
-    start = tl.load(query_starts + b, real, 0)
-    stop = tl.load(query_starts + b + 1, real, 2147483647)
-    blocks = (tl.load(sequence_lengths + b, real, 0) + KEYS - 1) // KEYS
-    taken = real & (tl.minimum(stop, last) > tl.maximum(start, first))
+    start, stop = tl.load(query_starts + b, real, 0), tl.load(query_starts + b + 1, real, 0)
+    length = tl.load(sequence_lengths + b, real, 0)
+    begin = tl.maximum(start, first)
+    queries = tl.maximum(tl.minimum(stop, last) - begin, 0)
     if LONGEST:
-        taken = taken & (stop - start <= LONGEST)
-    rows = tl.where(taken, (tl.minimum(stop, last) - tl.maximum(start, first)) * HEADS, 0)
-    tiles = (rows + ROWS - 1) // ROWS
-    blocks = tl.where(taken, blocks, 0)
-    most = tl.max(blocks, 0)
-
-    cuts = 1 + tl.arange(0, RANGES)
-    sizes = tl.maximum((most + cuts - 1) // cuts, SHORTEST)
-    counts = tl.zeros((RANGES,), tl.int32)
-    for b0 in range(0, sequences, 32):
-        some = b0 + tl.arange(0, 32)
-        there = some < sequences
-        s = tl.load(query_starts + some, there, 0)
-        e = tl.load(query_starts + some + 1, there, 0)
-        there = there & (tl.minimum(e, last) > tl.maximum(s, first))
-        if LONGEST:
-            there = there & (e - s <= LONGEST)
-        its_tiles = tl.where(there, ((tl.minimum(e, last) - tl.maximum(s, first)) * HEADS + ROWS - 1) // ROWS, 0)
-        its_blocks = (tl.load(sequence_lengths + some, there, 0) + KEYS - 1) // KEYS
-        # A float division and half a step: exact for any context that fits memory, and a quarter of the instructions.
-        cut = ((its_blocks[:, None] + sizes[None, :]).to(tl.float32) - 0.5) / sizes[None, :].to(tl.float32)
-        counts += tl.sum(its_tiles[:, None] * cut.to(tl.int32), 0)
-    waves = (counts + processors - 1) // processors
-    costs = tl.where((counts <= capacity) | (cuts == 1), waves * (sizes + OVERHEAD), 2147483647)
-    size = tl.sum(tl.where(tl.arange(0, RANGES) == tl.argmin(costs, 0), sizes, 0), 0)
-
-    ends = tl.cumsum(tiles * _ranges(blocks, size), 0)
-    total = tl.max(ends, 0)
-    tl.store(plan, total)
-    for p0 in range(0, total, 32):
-        p = p0 + tl.arange(0, 32)
-        before = ends[None, :] <= p[:, None]
-        owner = tl.sum((before & real[None, :]).to(tl.int32), 1)
-        offset = tl.max(tl.where(before, ends[None, :], 0), 1)
-        there = p < total
-        s = tl.load(query_starts + owner, there, 0)
-        e = tl.load(query_starts + owner + 1, there, 0)
-        length = tl.load(sequence_lengths + owner, there, 0)
-        begin = tl.maximum(s, first)
-        its_rows = (tl.minimum(e, last) - begin) * HEADS
-        its_tiles = tl.maximum((its_rows + ROWS - 1) // ROWS, 1)
-        local = (p - offset) % its_tiles * ROWS
-        key = (p - offset) // its_tiles * size * KEYS
-        at = plan + (1 + p) * 8
-        tl.store(at, owner, there)
-        tl.store(at + 1, (begin - first) * HEADS + local, there)
-        tl.store(at + 2, tl.minimum(its_rows - local, ROWS), there)
+        queries = tl.where(stop - start <= LONGEST, queries, 0)
+    tiles = (queries * HEADS + ROWS - 1) // ROWS
+    blocks = tl.where(queries > 0, (length + KEYS - 1) // KEYS, 0)
+    size = _range_length(tiles, blocks, capacity, processors, RANGES, SHORTEST, OVERHEAD)
+    ranges = (blocks + size - 1) // size
+    pieces = tiles * ranges
+    offset = tl.cumsum(pieces, 0) - pieces
+    tl.store(plan, tl.sum(pieces, 0))
+    STEP: tl.constexpr = 8
+    for first_piece in range(0, tl.max(pieces, 0), STEP):
+        i = first_piece + tl.arange(0, STEP)[None, :]
+        there = i < pieces[:, None]
+        at = plan + (1 + offset[:, None] + i) * 8
+        local = i % tl.maximum(tiles, 1)[:, None] * ROWS
+        key = i // tl.maximum(tiles, 1)[:, None] * (size * KEYS)
+        tl.store(at, b[:, None] + 0 * i, there)
+        tl.store(at + 1, (begin - first)[:, None] * HEADS + local, there)
+        tl.store(at + 2, tl.minimum((queries * HEADS)[:, None] - local, ROWS), there)
         tl.store(at + 3, key, there)
-        tl.store(at + 4, tl.minimum(key + size * KEYS, length), there)
-        tl.store(at + 5, length - (e - begin) + 1, there)
+        tl.store(at + 4, tl.minimum(key + size * KEYS, length[:, None]), there)
+        tl.store(at + 5, (length - (stop - begin) + 1)[:, None] + 0 * i, there)
         tl.store(at + 6, local, there)
-    offsets = ends - tiles * _ranges(blocks, size)
-    for t0 in range(first, last, 32):
-        t = t0 + tl.arange(0, 32)
-        owner = tl.sum((real[None, :] & (stop[None, :] <= t[:, None])).to(tl.int32), 1)
-        mine = b[None, :] == owner[:, None]
-        there = t < last
-        at = places + (t - first) * 4
-        its_start = tl.load(query_starts + owner, there & (owner < sequences), 0)
-        tl.store(at, tl.sum(tl.where(mine, offsets[None, :], 0), 1), there)
-        tl.store(at + 1, tl.sum(tl.where(mine, _ranges(blocks, size)[None, :], 0), 1), there)
-        tl.store(at + 2, tl.sum(tl.where(mine, tiles[None, :], 0), 1), there)
-        tl.store(at + 3, (t - tl.maximum(its_start, first)) * HEADS, there)
+    for t0 in range(0, last - first, 128):  # tokens of no piece
+        t = t0 + tl.arange(0, 128)
+        tl.store(places + t * 4 + 1, 0 * t, t < last - first)
+    tl.debug_barrier()
+    for first_query in range(0, tl.max(queries, 0), STEP):
+        i = first_query + tl.arange(0, STEP)[None, :]
+        there = i < queries[:, None]
+        at = places + ((begin - first)[:, None] + i) * 4
+        tl.store(at, offset[:, None] + 0 * i, there)
+        tl.store(at + 1, ranges[:, None] + 0 * i, there)
+        tl.store(at + 2, tiles[:, None] + 0 * i, there)
+        tl.store(at + 3, i * HEADS + 0 * tiles[:, None], there)
 
 
 @triton.jit
@@ -271,23 +261,66 @@ def mla_values(
     slot = (piece + row // ROWS) * ROWS + row % ROWS
     step = tiles * ROWS
     every = tl.arange(0, RANGES)[None, :]
-    found = tl.load(sums + slot[:, None] + every * step[:, None], every < ranges[:, None], float("-inf"))
-    highest = tl.max(found, 1)
+    logs = tl.load(sums + slot[:, None] + every * step[:, None], every < ranges[:, None], float("-inf"))
+    highest = tl.max(logs, 1)
     base = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.sum(tl.exp2(found - base[:, None]), 1)
+    total = tl.sum(tl.exp2(logs - base[:, None]), 1)
     inverse = tl.where(total > 0.0, 1.0 / total, 0.0)
     most = tl.max(ranges, 0)
     result = tl.zeros((TOKENS, OUTPUTS), tl.float32)
-    for c in tl.static_range(LATENT // COLUMNS):
-        w = weight_tile(kv_b, kv_b_scales, w_rows, c * COLUMNS, LATENT, COLUMNS, KIND, GROUP, MATH)
-        columns = c * COLUMNS + tl.arange(0, COLUMNS)
-        x = tl.zeros((TOKENS, COLUMNS), tl.float32)
-        for s0 in range(0, most, MERGED):
-            for i in tl.static_range(MERGED):
-                there = s0 + i < ranges
-                at = (slot + (s0 + i) * step).to(tl.int64)
-                weight = tl.exp2(tl.load(sums + at, there, float("-inf")) - base) * inverse
-                x += tl.load(partial + at[:, None] * LATENT + columns[None, :], there[:, None], 0.0) * weight[:, None]
-        result = tl.dot(x.to(w.dtype), w.T, result, input_precision="ieee")
+    if most <= 1:  # nothing to merge: partial sums are the sums
+        for first_column in tl.range(0, LATENT, COLUMNS):
+            columns = first_column + tl.arange(0, COLUMNS)
+            x = tl.load(partial + slot.to(tl.int64)[:, None] * LATENT + columns[None, :], (ranges == 1)[:, None], 0.0)
+            w = weight_tile(kv_b, kv_b_scales, w_rows, first_column, LATENT, COLUMNS, KIND, GROUP, MATH)
+            result = tl.dot(x.to(w.dtype), w.T, result, input_precision="ieee")
+    else:
+        for first_column in tl.static_range(0, LATENT, COLUMNS):
+            columns = first_column + tl.arange(0, COLUMNS)
+            w = weight_tile(kv_b, kv_b_scales, w_rows, first_column, LATENT, COLUMNS, KIND, GROUP, MATH)
+            merged = tl.zeros((TOKENS, COLUMNS), tl.float32)
+            for s0 in range(0, most, MERGED):
+                for i in tl.static_range(MERGED):
+                    there = s0 + i < ranges
+                    at = (slot + (s0 + i) * step).to(tl.int64)
+                    weight = tl.exp2(tl.load(sums + at, there, float("-inf")) - base) * inverse
+                    found = tl.load(partial + at[:, None] * LATENT + columns[None, :], there[:, None], 0.0)
+                    merged += found * weight[:, None]
+            result = tl.dot(merged.to(w.dtype), w.T, result, input_precision="ieee")
     o_at = o + t.to(tl.int64)[:, None] * (HEADS * V) + head * V + part * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
     tl.store(o_at, result.to(o.dtype.element_ty), inside[:, None])
+
+
+@triton.jit
+def mla_values_few(
+    partial, sums, kv_b, kv_b_scales, places, o, first, last, HEADS: tl.constexpr, NOPE: tl.constexpr, V: tl.constexpr,
+    LATENT: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, MATH: tl.constexpr, ROWS: tl.constexpr,
+    RANGES: tl.constexpr, OUTPUTS: tl.constexpr, MERGED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `mla_values`, one token a program, for steps of so few tokens that one context fills the chip with pieces."""
+    part, head, local = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    w_rows = head * (NOPE + V) + NOPE + part * OUTPUTS + tl.arange(0, OUTPUTS)
+    w = weight_tile(kv_b, kv_b_scales, w_rows, 0, LATENT, LATENT, KIND, GROUP, MATH)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    place = places + local * 4
+    ranges, tiles, row = tl.load(place + 1), tl.load(place + 2), tl.load(place + 3) + head
+    slot, step = (tl.load(place) + row // ROWS) * ROWS + row % ROWS, tiles * ROWS
+    every = tl.arange(0, RANGES)
+    logs = tl.load(sums + slot + every * step, every < ranges, float("-inf"))
+    highest = tl.max(logs, 0)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.sum(tl.exp2(logs - base), 0)
+    inverse = tl.where(total > 0.0, 1.0 / total, 0.0)
+    columns = tl.arange(0, LATENT)[None, :]
+    merged = tl.zeros((LATENT,), tl.float32)
+    for s0 in range(0, ranges, MERGED):
+        s = s0 + tl.arange(0, MERGED)
+        at = (slot + s * step).to(tl.int64)
+        weights = tl.exp2(tl.load(sums + at, s < ranges, float("-inf")) - base) * inverse
+        found = tl.load(partial + at[:, None] * LATENT + columns, (s < ranges)[:, None], 0.0)
+        merged += tl.sum(found * weights[:, None], 0)
+    result = tl.sum(w.to(tl.float32) * merged[None, :], 1)
+    to = o + (first + local).to(tl.int64) * (HEADS * V) + head * V + part * OUTPUTS + tl.arange(0, OUTPUTS)
+    tl.store(to, result.to(o.dtype.element_ty))
