@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.builds import refusal
+from support.builds import dsc, refusal
 from support.engines import compile_tiny
 
 from dsc import runtime
@@ -104,7 +104,6 @@ def _edited_manifest(copy: Path, change: Callable[[dict[str, Any]], object]) -> 
         (lambda m: m.update(schema_version="1"), "schema"),
         (lambda m: m.pop("schema_version"), "schema"),
         (lambda m: m.update(ranks=2), "rank"),
-        (lambda m: m.update(target="tpu"), "target"),
         (lambda m: m["spec"].pop("num_heads"), "num_heads"),
     ],
 )
@@ -116,6 +115,12 @@ def test_another_engine_than_this_program_reads_is_refused_by_every_command(
             text = refusal(*command)
             assert "manifest.json" in text
             assert told in text
+
+
+def test_an_engine_for_another_target_can_be_looked_at_but_not_run(copy: Path) -> None:
+    with _edited_manifest(copy, lambda manifest: manifest.update(target="tpu")):
+        assert "tpu" in dsc("inspect", copy).output
+        assert "tpu" in refusal("generate", copy, *GENERATE)
 
 
 def test_files_of_different_builds_are_refused(copy: Path, tmp_path: Path) -> None:
