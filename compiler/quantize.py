@@ -1,7 +1,7 @@
 """Quantizers: round to nearest even in plain torch, with the same bytes on any machine and at any thread count.
 
 Only elementwise operations, min, max and copies touch values; sums (of squared errors) go by a fixed tree along a row and
-exactly (math.fsum) over rows. Large weights are worked through in runs of rows that fit a core's cache.
+exactly (math.fsum) over rows. Weights are worked through in runs of rows whose temporaries fit a core's cache.
 
 Legend: N rows, K columns of a matrix; G columns that share a scale.
 """
@@ -9,21 +9,42 @@ Legend: N rows, K columns of a matrix; G columns that share a scale.
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
+from dsc.compiler.float8 import e4m3_to_float32
 from dsc.plugins.formats import Format
-from dsc.plugins.stored import FP8_BLOCK, FP8_MAX, pack_nibbles
+from dsc.plugins.stored import FP8_BLOCK, FP8_MAX
 
-RUN_ELEMENTS = 1 << 18
-SMALLEST_SCALE = torch.finfo(
-    torch.float32
-).tiny  # subnormal scales would overflow the codes, and differ with flush-to-zero
+RUN_ELEMENTS = 1 << 17
+# Subnormal scales would overflow the codes, and differ with flush-to-zero.
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+SUMMED_COLUMNS = 128
+LARGEST_STEP, SMALLEST_STEP = 2.0**40, 2.0**-40
 GRIDS = ("-7..7", "-8..7")
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float8_e4m3fn", "int8", "uint8")}
+
+
+class _Buffers(threading.local):
+    """Memory of a thread for what lives as long as one run: the next finds it in the core's cache."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """An uninitialized tensor; it is another's once the name is taken again."""
+        count = math.prod(shape)
+        if name not in self._kept or len(self._kept[name]) < count:
+            self._kept[name] = torch.empty(count, dtype=dtype)
+        return self._kept[name][:count].view(*shape)
+
+
+_BUFFERS = _Buffers()
 
 
 class NotFiniteError(ValueError):
@@ -36,7 +57,7 @@ class Errors:
 
     square, norm  sums of (stored - value)^2 and of value^2
     worst_row     largest relative error of a row; a row of zeros has none
-    saturated     codes that lie more than half a step from their value
+    saturated     codes cut to the largest or smallest one: they lie half a step from their value, or more
     zero_groups   groups of zeros (or of values below the smallest normal float32): scale 1, codes 0
     grids         wint4: how many matrices took which codes, "-7..7" or "-8..7"
     """
@@ -135,14 +156,13 @@ def _quantize(x_NK: torch.Tensor, format_: Format, grid: str) -> Quantized:
 
 
 def sums(x: torch.Tensor) -> torch.Tensor:
-    """Sums along the last axis by halving: additions of whole columns, so neither threads nor vector width change a bit."""
-    while x.shape[-1] > 1:
-        half = x.shape[-1] // 2
-        folded = x[..., :half] + x[..., half : 2 * half]
-        if x.shape[-1] % 2:
-            folded[..., 0] += x[..., -1]
-        x = folded
-    return x[..., 0]
+    """Sums of each row of x [N, K] in float64, their order fixed whatever the threads and the vector width.
+
+    Whole columns are added first, one after another, in x's dtype; numpy adds the up to 128 left of each row pairwise.
+    """
+    columns = math.gcd(x.shape[1], SUMMED_COLUMNS)
+    partial = x.view(len(x), -1, columns).sum(1).numpy()
+    return torch.from_numpy(np.add.reduce(partial, -1, dtype=np.float64))
 
 
 def _round(x: torch.Tensor, format_: Format, grid: str) -> _Run:
@@ -153,70 +173,90 @@ def _round(x: torch.Tensor, format_: Format, grid: str) -> _Run:
     if format_.kind == "fp8":
         return _fp8(x)
     data = x.to(torch.bfloat16 if format_.kind == "bf16" else torch.float32)
-    if not bool(torch.isfinite(data).all()):
-        raise NotFiniteError("NaN or infinity")
     exact = x.double()
-    return _Run({"data": data}, sums((data - exact).square_()), sums(exact.square_()))
+    norms = sums(exact.square())
+    if not bool(torch.isfinite(norms).all()) or not bool(torch.isfinite(data.abs().amax())):
+        raise NotFiniteError("NaN or infinity")
+    return _Run({"data": data}, sums(exact.sub_(data).square_()), norms)
 
 
 def _wint4(x: torch.Tensor, group: int, grid: str) -> _Run:
-    groups = x.reshape(len(x), -1, group)
-    if grid == "-7..7":
-        low, scales = -7, groups.abs().amax(-1) / 7
-    else:
-        low, scales = -8, torch.maximum(groups.amax(-1) / 7.5, groups.amin(-1) / -8.5)
-    scales, zero_groups = _bf16_scales(scales)
-    ratios = groups / scales.float().unsqueeze(-1)
-    codes = ratios.round().clamp_(low, 7)
-    parts = {"data": pack_nibbles(codes.to(torch.int8).flatten(1)), "scales": scales}
-    norms, squares, saturated = _measure(ratios, codes, scales)
-    return _Run(parts, squares, norms, saturated, zero_groups)
+    groups_NgG = x.reshape(len(x), -1, group)
+    high, low = groups_NgG.amax(-1), groups_NgG.amin(-1)
+    widest = torch.maximum(high, low.neg()) / 7 if grid == "-7..7" else torch.maximum(high / 7.5, low / -8.5)
+    scales, zero_groups = _bf16_scales(widest)
+    steps_Ng1 = scales.float().unsqueeze(-1)
+    ratios = torch.div(groups_NgG, steps_Ng1, out=_BUFFERS.take("ratios", groups_NgG.shape))
+    codes = torch.round(ratios, out=_BUFFERS.take("codes", groups_NgG.shape))
+    packed = _BUFFERS.take("packed", x.shape, torch.int8).copy_(codes.view_as(x))
+    saturated = 0
+    if grid != "-7..7":  # there, no scale's rounding makes an 8 of a 7
+        wide, packed = packed, torch.clamp(packed, -8, 7, out=_BUFFERS.take("clamped", x.shape, torch.int8))
+        saturated = int(np.count_nonzero(wide.numpy() != packed.numpy()))
+        codes.clamp_(-8, 7)
+    norms, squares = _measure(groups_NgG, ratios.sub_(codes), steps_Ng1, widest)
+    return _Run({"data": _pack(packed), "scales": scales}, squares, norms, saturated, zero_groups)
+
+
+def _pack(codes: torch.Tensor) -> torch.Tensor:
+    """int8 [..., K] in -8..7 -> uint8 [..., K/2], the low nibble the even k. Two codes at a time, as an int16."""
+    nibbles = codes.view(torch.int16) & 0x0F0F
+    return (nibbles >> 4).bitwise_or_(nibbles).to(torch.uint8)
 
 
 def _wint8(x: torch.Tensor) -> _Run:
-    scales, zero_groups = _bf16_scales(x.abs().amax(-1) / 127)
-    ratios = x / scales.float().unsqueeze(-1)
-    codes = ratios.round().clamp_(-127, 127)
-    parts = {"data": codes.to(torch.int8), "scales": scales}
-    norms, squares, saturated = _measure(ratios.unsqueeze(1), codes.unsqueeze(1), scales.unsqueeze(1))
-    return _Run(parts, squares, norms, saturated, zero_groups)
+    widest = torch.maximum(x.amax(-1, True), x.amin(-1, True).neg()) / 127
+    scales, zero_groups = _bf16_scales(widest)
+    steps_N1 = scales.float()
+    ratios = torch.div(x, steps_N1, out=_BUFFERS.take("ratios", x.shape))
+    # At most 127: the rounding of a scale makes no more than 127.25 of it.
+    codes = torch.round(ratios, out=_BUFFERS.take("codes", x.shape))
+    parts = {"data": codes.to(torch.int8), "scales": scales.squeeze(-1)}
+    norms, squares = _measure(x.unsqueeze(1), ratios.sub_(codes).unsqueeze(1), steps_N1.unsqueeze(1), widest)
+    return _Run(parts, squares, norms, 0, zero_groups)
 
 
 def _bf16_scales(scales: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Scales as stored, and how many groups hold nothing: those get scale 1."""
     empty = scales < SMALLEST_SCALE
-    return scales.masked_fill(empty, 1.0).to(torch.bfloat16), int(empty.count_nonzero())
+    return scales.masked_fill(empty, 1.0).to(torch.bfloat16), int(np.count_nonzero(empty.numpy()))
 
 
 def _measure(
-    ratios_NgG: torch.Tensor, codes_NgG: torch.Tensor, scales_Ng: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Squares of values and of errors of each row, and the codes that are more than half a step from their value.
+    x_NgG: torch.Tensor, errors_NgG: torch.Tensor, steps_Ng1: torch.Tensor, widest_Ng: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Squares of each row's values and of its errors, which are given in steps and overwritten.
 
-    Measured in steps of the scale, where float32 neither overflows nor underflows. ratios is overwritten.
+    widest  what the steps were before they were rounded and the empty ones became 1: it shows NaN, infinity and how large
+            a row's values are. Where squares would overflow or underflow, rows are measured in powers of two near that.
     """
-    errors = ratios_NgG - codes_NgG
-    weights = scales_Ng.double().square_()
-    norms = sums(sums(ratios_NgG.square_()).double() * weights)
-    if not bool(torch.isfinite(norms).all()):
+    largest = widest_Ng.amax(-1)
+    if not bool(np.isfinite(largest.numpy()).all()):
         raise NotFiniteError("NaN or infinity")
-    # Whole numbers far below 2^24: this sum is exact in any order.
-    saturated = int(errors.round().abs_().sum())
-    return norms, sums(sums(errors.square_()).double() * weights), saturated
+    units = torch.ones((), dtype=torch.float64)
+    if float(largest.max()) > LARGEST_STEP or float(largest.min()) < SMALLEST_STEP:
+        exponents = torch.exp2(torch.frexp(largest).exponent.float())
+        x_NgG, steps_Ng1 = x_NgG / exponents.view(-1, 1, 1), steps_Ng1 / exponents.view(-1, 1, 1)
+        units = exponents.double().square_()
+    squares = sums(errors_NgG.mul_(steps_Ng1).square_().flatten(1))
+    norms = sums(torch.square(x_NgG, out=errors_NgG).flatten(1))
+    return norms * units, squares * units
 
 
 def _fp8(x: torch.Tensor) -> _Run:
     rows, columns = x.shape
     padded = torch.nn.functional.pad(x, (0, -columns % FP8_BLOCK))
     groups = padded.view(rows, -1, FP8_BLOCK)
-    amax = torch.nn.functional.pad(groups.abs().amax(-1), (0, 0, 0, -rows % FP8_BLOCK))
+    widest = torch.maximum(groups.amax(-1), groups.amin(-1).neg())
+    amax = torch.nn.functional.pad(widest, (0, 0, 0, -rows % FP8_BLOCK))
     scales = amax.view(-1, FP8_BLOCK, amax.shape[1]).amax(1) / FP8_MAX
     empty = scales < SMALLEST_SCALE
     scales = scales.masked_fill(empty, 1.0)
     spread = scales.repeat_interleave(FP8_BLOCK, 0)[:rows]
-    ratios = (groups / spread.unsqueeze(-1)).clamp_(-FP8_MAX, FP8_MAX)
+    ratios = torch.div(groups, spread.unsqueeze(-1), out=_BUFFERS.take("ratios", groups.shape)).clamp_(
+        -FP8_MAX, FP8_MAX
+    )
     codes = ratios.to(torch.float8_e4m3fn)
     parts = {"data": codes.view(rows, -1)[:, :columns], "scales": scales}
-    # A step of e4m3 is up to 32 near 448, so _measure's count of far codes means nothing here: nothing is clipped.
-    norms, squares, _ = _measure(ratios, codes.float(), spread)
+    norms, squares = _measure(groups, ratios.sub_(e4m3_to_float32(codes)), spread.unsqueeze(-1), widest)
     return _Run(parts, squares, norms, zero_groups=int(empty.count_nonzero()))
