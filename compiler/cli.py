@@ -237,7 +237,7 @@ def bench(
     gpu_memory: float | None,
     as_json: bool,
 ) -> None:
-    """Measure decode and prefill of an engine against the least time its steps can take."""
+    """Measure an engine against the least time its steps can take."""
     from dsc.runtime.bench import run_bench
     from dsc.runtime.bench_tables import show
 
@@ -265,7 +265,10 @@ def bench(
 @click.argument("folder", type=PATH, required=False)
 @click.option("--json", "as_json", is_flag=True, help="All facts as JSON.")
 def doctor(folder: Path | None, as_json: bool) -> None:
-    """Tell what this machine has for running engines; FOLDER: whose disk to read, or an engine to judge."""
+    """Tell what this machine has for running engines.
+
+    FOLDER: whose disk to read, or an engine to judge.
+    """
     from dsc.runtime.doctor import check_folder, examine, report
 
     check_folder(folder)
@@ -288,11 +291,12 @@ def _gigabytes(number: float | None) -> float | None:
 
 
 @main.command()
-def passes() -> None:
-    """List the passes a recipe may name, with their options."""
-    from dsc.compiler.listing import pass_lines
+@click.argument("name", required=False)
+def passes(name: str | None) -> None:
+    """List the passes a recipe may name, or show one's manual."""
+    from dsc.compiler.listing import pass_lines, pass_manual
 
-    click.echo("\n".join(pass_lines()))
+    click.echo(pass_manual(name) if name else "\n".join(pass_lines()))
 
 
 @main.command()

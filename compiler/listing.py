@@ -12,16 +12,20 @@ from dsc.runtime.errors import DscError, nearest
 
 def pass_lines() -> list[str]:
     """One line a pass: its name, its options with defaults, what it does."""
-    lines = []
-    for name in pass_names():
-        type_ = find_pass(name)
-        options = ", ".join(
-            f.name if f.default is MISSING and f.default_factory is MISSING else f"{f.name}={_default(f)}"
-            for f in fields(type_)
-        )
-        head = f"{name}({options})" if options else name
-        lines.append(f"{head}\n    {_first_paragraph(inspect.getmodule(type_))}")
-    return lines
+    return [f"{_pass_head(name)}\n    {_first_paragraph(inspect.getmodule(find_pass(name)))}" for name in pass_names()]
+
+
+def pass_manual(name: str) -> str:
+    """A pass's options, what it rewrites and what it leaves. Raises DscError with the nearest known name."""
+    return f"{_pass_head(name)}\n\n{inspect.getdoc(find_pass(name))}"
+
+
+def _pass_head(name: str) -> str:
+    options = ", ".join(
+        f.name if f.default is MISSING and f.default_factory is MISSING else f"{f.name}={_default(f)}"
+        for f in fields(find_pass(name))
+    )
+    return f"{name}({options})" if options else name
 
 
 def _default(field: object) -> str:
