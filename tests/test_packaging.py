@@ -32,3 +32,14 @@ def test_plugins_are_found_by_name_only():
     """Importing a package must not import its ops."""
     inits = [ROOT / folder / "__init__.py" for folder in folders() if folder.startswith(("plugins", "passes"))]
     assert [init for init in inits if init.read_text().strip()] == []
+
+
+def test_every_other_file_is_package_data():
+    """Recipes, kernels, shapes of known models: what no pattern of package-data takes is missing from a wheel."""
+    patterns = SETUPTOOLS["package-data"]
+    data = [path for name in folders() for path in (ROOT / name).iterdir() if path.is_file() and path.suffix != ".py"]
+    assert len(data) > 10
+    for path in data:
+        package = "dsc." + path.parent.relative_to(ROOT).as_posix().replace("/", ".")
+        taken = [*patterns.get(package, ()), *patterns["*"]]
+        assert any(path.match(pattern) for pattern in taken), path
