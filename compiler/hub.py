@@ -54,6 +54,13 @@ def find_model(model: str, beside: Sequence[Path] = (), fetch: bool = False) -> 
     for folder in (*tried, _checkout() / model):
         if folder.is_dir():
             return folder
+    if model.startswith("examples/"):  # looks like a repository's name, and is none
+        raise DscError(
+            f"no model at {model}",
+            wanted="a checkout of dsc, whose examples no wheel has",
+            got=_looked_at(tried),
+            try_="--model FOLDER",
+        )
     if not _is_repository(model):
         raise DscError(f"no model at {model}", wanted="a folder, or owner/name on Hugging Face", got=_looked_at(tried))
     if fetch:

@@ -84,6 +84,15 @@ def test_neither_folder_nor_repository(cache):
     assert caught.value.wanted == "a folder, or owner/name on Hugging Face"
 
 
+@pytest.mark.parametrize("fetch", [False, True])
+def test_the_example_without_a_checkout_is_not_asked_of_the_hub(cache, monkeypatch, fetch):
+    monkeypatch.setattr(hub, "_checkout", lambda: cache)
+    monkeypatch.setattr(hub, "download", lambda model: pytest.fail("downloaded"))
+    with pytest.raises(DscError, match="no model at examples/tiny-r1") as caught:
+        find_model("examples/tiny-r1", fetch=fetch)
+    assert caught.value.try_ == "--model FOLDER"
+
+
 def test_fetch_downloads_data_and_no_code(cache, monkeypatch):
     asked = {}
 
