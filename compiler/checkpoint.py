@@ -1,8 +1,7 @@
-"""A checkpoint folder: checked against the spec as a whole, then read lazily, tensor by tensor, through memory maps."""
+"""A checkpoint folder: checked against the spec as a whole, then read lazily, tensor by tensor or some rows at a time."""
 
 from __future__ import annotations
 
-import mmap
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +13,7 @@ from dsc.compiler.ir.simplify import simplify
 from dsc.compiler.ir.weight import Expression, Source
 from dsc.compiler.safetensors_file import TensorInfo
 from dsc.compiler.shards import Shards, find_shards, tensor_lines
+from dsc.compiler.source_files import SourceFiles
 from dsc.compiler.tensor_names import Expected, expected_tensors, mtp_tensors
 from dsc.plugins.schema import Type
 from dsc.runtime.errors import DscError, nearest, raise_all
@@ -41,6 +41,7 @@ class Checkpoint:
         self.expected = expected_tensors(spec)
         self.notes = tuple(shards.notes)
         self._tensors = shards.tensors
+        self._files = SourceFiles(info.file for info in self._tensors.values())
 
     @classmethod
     def open(cls, folder: Path, spec: ModelSpec, *, mtp: bool = True) -> Checkpoint:
@@ -83,10 +84,7 @@ class Checkpoint:
         return {file.name: file.stat().st_size for file in sorted({info.file for info in self._tensors.values()})}
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
-        """A tensor, or rows of its leading axis, as a view of the file; must not be written.
-
-        Each call maps just its own pages, and they go with the tensor: reading a checkpoint through leaves nothing behind.
-        """
+        """A tensor, or rows of its leading axis, freshly read. Raises DscError where the file changed, OSError."""
         info = self._tensors[name]
         shape, offset, nbytes = info.shape, info.offset, info.nbytes
         if rows is not None:
@@ -95,29 +93,32 @@ class Checkpoint:
             last = max(first, last)
             row_bytes = nbytes // shape[0] if shape[0] else 0
             shape, offset, nbytes = (last - first, *shape[1:]), offset + first * row_bytes, (last - first) * row_bytes
+        data = torch.empty(nbytes, dtype=torch.uint8)
+        self._files.read(info.file, offset, data.numpy().data)
         dtype: torch.dtype = getattr(torch, info.dtype)
-        if nbytes == 0:
-            return torch.empty(shape, dtype=dtype)
-        data = _map(info.file, offset, nbytes)
-        # A header of odd length leaves tensors where their dtype cannot be viewed.
-        return (data if data.data_ptr() % dtype.itemsize == 0 else data.clone()).view(dtype).view(shape)
+        return data.view(dtype).view(shape)
+
+    def expect(self, name: str) -> None:
+        """Have the system fetch a tensor that will be read soon."""
+        info = self._tensors[name]
+        self._files.expect(info.file, info.offset, info.nbytes)
+
+    def identity(self) -> dict[str, str]:
+        """What differs where a file does: name -> its size, its time of change, and a hash of what its header says."""
+        entries: dict[Path, list[str]] = {path: [] for path in self._files.stamps}
+        for name, info in sorted(self._tensors.items()):
+            entries[info.file].append(f"{name} {info.dtype} {info.shape} {info.offset}")
+        return {path.name: self._files.identity(path, "\n".join(lines)) for path, lines in entries.items()}
+
+    def check_unchanged(self) -> None:
+        """Raise DscError with every file that is not what it was when the checkpoint was opened."""
+        self._files.check()
 
     def copies(self) -> Iterator[tuple[str, str]]:
         """Stored tensors that must equal another one: (copy, original)."""
         for name, expected in self.expected.items():
             if expected.copy_of and name in self._tensors:
                 yield name, expected.copy_of
-
-
-def _map(file: Path, offset: int, nbytes: int) -> torch.Tensor:
-    """uint8 [nbytes] over a map of its own, unmapped when the last view of it is gone; a write would not reach the file."""
-    start = offset - offset % mmap.ALLOCATIONGRANULARITY
-    try:
-        with file.open("rb") as handle:
-            pages = mmap.mmap(handle.fileno(), offset - start + nbytes, access=mmap.ACCESS_COPY, offset=start)
-    except (OSError, ValueError) as error:
-        raise DscError("changed while it was read", where=str(file), got=str(error)) from error
-    return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=offset - start)
 
 
 def check_names(

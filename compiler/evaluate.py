@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from dsc.compiler import tables
+from dsc.compiler.float8 import e4m3_to_float32
 from dsc.compiler.ir.weight import Cast, Concat, Dequantize, Expression, Generated, Quantize, Reshape, Source, Stack
 from dsc.compiler.quantize import quantize
 
@@ -73,11 +74,15 @@ def _dequantize(expression: Dequantize, read: Read, rows: Rows) -> torch.Tensor:
     """float32 codes * scales; the block rows that `rows` touch are the only scales read."""
     height, width = expression.block
     first = rows[0] // height
-    values = evaluate(expression.x, read, rows).to(torch.float32, copy=True)
+    codes = evaluate(expression.x, read, rows)
+    values = e4m3_to_float32(codes) if codes.dtype == torch.float8_e4m3fn else codes.to(torch.float32, copy=True)
     scales = evaluate(expression.scales, read, (first, -(-rows[1] // height))).to(torch.float32)
-    tall = scales.repeat_interleave(width, 1)[:, : values.shape[1]]
-    for block, row_of_scales in enumerate(tall, first):
-        values[max(block * height - rows[0], 0) : (block + 1) * height - rows[0]] *= row_of_scales
+    whole = values.shape[1] // width
+    for block, row_of_scales in enumerate(scales, first):
+        part = values[max(block * height - rows[0], 0) : (block + 1) * height - rows[0]]
+        part[:, : whole * width].view(len(part), whole, width).mul_(row_of_scales[:whole].unsqueeze(1))
+        if len(row_of_scales) > whole:
+            part[:, whole * width :].mul_(row_of_scales[whole])
     return values
 
 

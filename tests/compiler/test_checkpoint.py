@@ -1,8 +1,10 @@
 """Checkpoints: read as stored, across shards; whatever is wrong with a folder is told at once, before any work."""
 
 import json
+import os
 import struct
 from dataclasses import replace
+from itertools import combinations
 
 import psutil
 import pytest
@@ -124,17 +126,59 @@ def test_a_read_only_source_is_enough(folder):
 
 
 def test_reading_leaves_nothing_mapped(folder):
-    """A tensor's pages go with its last view, so that streaming 685 GB needs the largest piece alone."""
+    """What counts as memory is what is held, so that streaming 685 GB needs the largest piece alone."""
     checkpoint = open_(folder)
     process = psutil.Process()
-    before = len(process.memory_maps(grouped=False))
-    view = checkpoint.read("model.embed_tokens.weight")[5]
-    kept = view.clone()
-    for name in checkpoint.names():
+    before = {m.path for m in process.memory_maps(grouped=True)}
+    held = [checkpoint.read(name, slice(0, 2)) for name in checkpoint.names()]
+    assert sum(view.untyped_storage().nbytes() for view in held) == sum(view.nbytes for view in held)
+    assert not [m.path for m in process.memory_maps(grouped=True) if m.path not in before and str(folder) in m.path]
+
+
+def test_a_file_that_changes_while_it_is_read_is_told(folder):
+    checkpoint = open_(folder)
+    name = checkpoint.names()[0]
+    checkpoint.read(name)
+    checkpoint.check_unchanged()
+    path = checkpoint.info(name).file
+    with path.open("r+b") as file:
+        file.truncate(checkpoint.info(name).offset)
+    with pytest.raises(DscError, match="changed while it was read"):
         checkpoint.read(name)
-    assert torch.equal(view, kept)  # a view keeps its own map, though its tensor and the reader went on
-    del view
-    assert len(process.memory_maps(grouped=False)) <= before + 2
+    with pytest.raises(DscError, match="changed while it was read"):
+        checkpoint.check_unchanged()
+    path.unlink()
+    with pytest.raises(DscError, match=r"changed while it was read\n  got  No such file"):
+        checkpoint.check_unchanged()
+
+
+def swap_two(content: bytes) -> bytes:
+    """A safetensors file whose header gives two tensors of one type each other's place."""
+    length = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + length])
+    for first, second in combinations(sorted(header.keys() - {"__metadata__"}), 2):
+        if [header[first][key] for key in ("dtype", "shape")] == [header[second][key] for key in ("dtype", "shape")]:
+            offsets = header[first]["data_offsets"]
+            header[first]["data_offsets"], header[second]["data_offsets"] = header[second]["data_offsets"], offsets
+            break
+    text = json.dumps(header, separators=(",", ":")).encode()
+    assert len(text) <= length
+    return content[:8] + text.ljust(length) + content[8 + length :]
+
+
+def test_identity_tells_a_file_of_another_time_size_or_header(folder):
+    before = open_(folder).identity()
+    assert before == open_(folder).identity()
+    path = folder / SHARD_2
+    content, status = path.read_bytes(), path.stat()
+    path.write_bytes(swap_two(content))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert path.stat().st_size == status.st_size
+    assert {name for name, value in open_(folder).identity().items() if value != before[name]} == {SHARD_2}
+    path.write_bytes(content)
+    assert {name for name, value in open_(folder).identity().items() if value != before[name]} == {SHARD_2}
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert open_(folder).identity() == before
 
 
 def test_values_behind_a_header_of_odd_length(tmp_path):

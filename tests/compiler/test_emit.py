@@ -29,7 +29,7 @@ from dsc.plugins.stored import StoredWeight
 from dsc.runtime.errors import DscError
 
 FORMATS = {"experts": "wint4:32", "attention": "fp8", "kv_b": "bf16", "dense_mlp": "wint8", "shared_experts": "fp8",
-           "embeddings": "bf16", "lm_head": "bf16"}  # fmt: skip
+           "embeddings": "bf16", "lm_head": "bf16", "eh_proj": "fp8"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
