@@ -87,24 +87,32 @@ def _absorbed(
     turned = made_THE[..., sizes.latent :].view(np.complex64)
     np.multiply(q_THD[..., sizes.nope :].view(np.complex64), plan.turns, turned)
     q_THE = torch.from_numpy(made_THE)
-    make = torch.empty if plan.whole else torch.zeros
-    sums_HTL = make((sizes.heads, len(q), sizes.latent), dtype=kv_b.sums_dtype(len(q)))
+    sums_dtype = kv_b.sums_dtype(len(q))
+    sums_HTL = q_THE
+    if len(q) > 1:
+        make = torch.empty if plan.whole else torch.zeros
+        sums_HTL = make((sizes.heads, len(q), sizes.latent), dtype=sums_dtype)
     for group in plan.groups:
         found = rows[group.slots] if isinstance(group.slots, slice) else rows.index_select(0, group.slots)
         # The fused kernel is faster in float32, which wins while the converted keys stay in the processor's cache.
         dtype = torch.float32 if found.numel() <= CACHED or q.dtype is torch.float32 else rows.dtype
-        keys_GSE = found.to(dtype).view(group.size, group.keys, -1)
+        keys_GSE = found.to(dtype).view(group.size, 1, group.keys, -1)
         for part in group.parts:
-            q_GQHE = q_THE[part.rows].to(dtype).view(group.size, part.queries, sizes.heads, -1)
-            keys_GQSE = keys_GSE[:, None, : part.keys].expand(-1, part.queries, -1, -1)
+            q_GQHE = q_THE if plan.whole else q_THE[part.rows]
+            q_GQHE = q_GQHE.to(dtype).view(group.size, part.queries, sizes.heads, -1)
+            keys_GQSE = keys_GSE if part.keys == group.keys else keys_GSE[:, :, : part.keys]
+            if part.queries > 1:
+                keys_GQSE = keys_GQSE.expand(-1, part.queries, -1, -1)
             mask = part.mask(dtype)
             mask_GQ1S = None if mask is None else mask.unsqueeze(2)
             sums_GQHE = scaled_dot_product_attention(q_GQHE, keys_GQSE, keys_GQSE, mask_GQ1S, scale=sizes.scale)
-            sums_HnL = sums_GQHE[..., : sizes.latent].flatten(0, 1).transpose(0, 1)
-            if part.real is None:
+            sums_HnL = sums_GQHE.narrow(-1, 0, sizes.latent).flatten(0, 1).transpose(0, 1)
+            if len(q) == 1:
+                sums_HTL = sums_HnL.to(sums_dtype)
+            elif part.real is None:
                 sums_HTL[:, part.rows] = sums_HnL
             else:
-                sums_HTL[:, part.real[1]] = sums_HnL[:, part.real[0]].to(sums_HTL.dtype)
+                sums_HTL[:, part.real[1]] = sums_HnL[:, part.real[0]].to(sums_dtype)
     return kv_b.to_values(step, sums_HTL)
 
 

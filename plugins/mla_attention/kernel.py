@@ -1,104 +1,30 @@
-"""MlaAttention on GPUs: which kernels serve which node, their tiles, scratch memory and launches.
-
-Steps of more than CHUNK tokens run in chunks, one after another in the same scratch memory.
-"""
+"""MlaAttention on GPUs: absorbed in three launches; in mode expanded, long queries expand their context instead."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
-import triton
-
-from dsc.plugins.gpu_node import GpuNode, Typed
-from dsc.plugins.mla_attention.triton_decode import mla_attend, mla_queries, mla_values, mla_values_few
+from dsc.plugins.gpu_node import GpuNode
+from dsc.plugins.mla_attention.absorbed import Absorbed, compute_dtype
+from dsc.plugins.mla_attention.expanded import Expanded
 from dsc.runtime.errors import DscError
-from dsc.runtime.steps import Kernel, Repeat, Scalar, Step, TensorMap, Variant
+from dsc.runtime.steps import Variant
 
-CHUNK = 1024  # tokens whose absorbed queries are in memory at a time
-SPARE = 160  # pieces beyond one a tile of rows: enough to keep any chip busy with a single sequence
-DEFINES: dict[str, int] = {}
-RANGES = 128  # at most so many parts of one context
 MINIMUM = {"heads": 1, "nope": 16, "rope": 16, "v": 16, "latent_dim": 16}
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Rows of queries and keys of a tile of `mla_attend`, and what keeps a processor busy.
-
-    cuda       sm90_mla_decode.cu: one persistent block a multiprocessor
-    programs   pieces at a time on a multiprocessor
-    """
-
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-    programs: int = 1
-    cuda: bool = False
-
-
-@dataclass(frozen=True)
-class Queries:
-    """Tile of `mla_queries`: tokens, columns of the latent."""
-
-    tokens: int
-    columns: int
-    warps: int = 4
-
-
-@dataclass(frozen=True)
-class Values:
-    """Tile of `mla_values`, or with no tokens of `mla_values_few`; see there."""
-
-    tokens: int
-    outputs: int
-    merged: int
-    columns: int = 0
-    warps: int = 8
-    stages: int = 3
-
-
-@dataclass(frozen=True)
-class Case:
-    """Tiles for at most `tokens` and `sequences`; 0: any number."""
-
-    tokens: int
-    sequences: int
-    queries: Queries
-    values: Values
-
-    @property
-    def guard(self) -> str:
-        limits = (("T", self.tokens), ("B", self.sequences))
-        return " and ".join(f"{letter} <= {most}" for letter, most in limits if most)
-
-
-FLOAT32 = (Case(0, 0, Queries(16, 32), Values(0, 32, 32)),)
-BFLOAT16 = (
-    Case(4, 16, Queries(16, 128), Values(0, 32, 32)),
-    Case(16, 16, Queries(16, 128), Values(16, 64, 4, columns=128, warps=4)),
-    Case(0, 0, Queries(64, 128), Values(64, 64, 1, columns=128)),
+LONGEST = (
+    192  # more queries of one sequence are cheaper expanded: 1088 * q against 320 * q + 131072 FLOP a key and head
 )
 
 
-def tiles_for(node: GpuNode, dtype: str) -> Tiles:
-    """What attends, by architecture and types."""
-    if dtype == "float32":
-        return Tiles(16, 16, 8, 1, programs=2)
-    a = node.attributes
-    if node.arch.capability == 90:
-        shape = (a["latent_dim"], a["rope"], a["block_tokens"], a["cache_dtype"])
-        cuda = node.arch.name == "sm_90a" and shape == (512, 64, 64, "bfloat16")
-        whole = int(a["block_tokens"]) % 64 == 0  # a block number for each key takes registers
-        return Tiles(64, 64 if whole else 32, 8, 2, cuda=cuda)
-    return Tiles(64, 32, 8, 2) if node.arch.capability >= 100 else Tiles(16, 32, 4, 2, programs=2)
-
-
 def lower(node: GpuNode) -> tuple[Variant, ...]:
-    """Absorbed attention in three launches a chunk, for steps of few tokens and of many."""
+    """Variants by the step's tokens. float32 is attended absorbed in both modes, and so is what cannot be expanded."""
     _check(node)
-    return Absorbed.of(node).variants()
+    absorbed = Absorbed.of(node)
+    expands = node.attributes["mode"] == "expanded" and compute_dtype(node) == "bfloat16"
+    if not expands or node.attributes["nope"] != node.attributes["v"] or node.bounds["T"] <= LONGEST:
+        return tuple(Variant(absorbed.steps(case), case.guard) for case in absorbed.cases())
+    cases = absorbed.cases(LONGEST)
+    few = [Variant(absorbed.steps(case), case.guard) for case in cases[:-1]]
+    rest = absorbed.steps(cases[-1], LONGEST)
+    return (*few, Variant((*rest, *Expanded.of(node, LONGEST).steps())))
 
 
 def _check(node: GpuNode) -> None:
@@ -106,210 +32,3 @@ def _check(node: GpuNode) -> None:
         value = int(node.attributes[name])
         if value < least or (value & (value - 1) and name != "heads"):
             raise DscError(f"{node.name}: {name} {value} has no kernel", wanted=f"a power of two from {least} on")
-
-
-def compute_dtype(node: GpuNode) -> str:
-    """What queries, keys and probabilities are in: float32 where the queries or the cache are."""
-    exact = "float32" in (node.at("q").dtype, node.attributes["cache_dtype"])
-    return "float32" if exact else "bfloat16"
-
-
-@dataclass(frozen=True)
-class Absorbed:
-    """The three launches over one node's operands."""
-
-    node: GpuNode
-    tiles: Tiles
-    dtype: str
-    capacity: str
-    queries: Typed
-    plan: Typed
-    places: Typed
-    partial: Typed
-    sums: Typed
-
-    @staticmethod
-    def of(node: GpuNode) -> Absorbed:
-        dtype = compute_dtype(node)
-        tiles = tiles_for(node, dtype)
-        heads, latent, rope = (int(node.attributes[name]) for name in ("heads", "latent_dim", "rope"))
-        tokens = f"min(T, {CHUNK})"
-        whole = heads % tiles.rows == 0  # else every sequence may leave a tile half full
-        least = f"{heads // tiles.rows}*{tokens}" if whole else f"ceil_div({heads}*{tokens}, {tiles.rows}) + B"
-        capacity = f"{least} + {SPARE * tiles.programs}"
-        return Absorbed(
-            node,
-            tiles,
-            dtype,
-            capacity,
-            queries=node.add_scratch("queries", dtype, (tokens, heads, latent + rope)),
-            plan=node.add_scratch("plan", "int32", (f"{capacity} + 1", 8)),
-            places=node.add_scratch("places", "int32", (tokens, 4)),
-            partial=node.add_scratch("partial", dtype, (capacity, tiles.rows, latent)),
-            sums=node.add_scratch("sums", "float32", (capacity, tiles.rows)),
-        )
-
-    def variants(self) -> tuple[Variant, ...]:
-        """One for each case, the fewest tokens first."""
-        attend = self._attend()
-        found = []
-        for case in FLOAT32 if self.math == "fp32" else BFLOAT16:
-            steps: list[Step] = [self._queries(case), attend, self._values(case.values)]
-            chunks = -(-self.node.bounds["T"] // CHUNK)
-            steps = steps if chunks == 1 else [Repeat(f"ceil_div(T, {CHUNK})", tuple(steps))]
-            found.append(Variant(tuple(steps), case.guard))
-        return tuple(found)
-
-    @property
-    def math(self) -> str:
-        return "fp32" if self.dtype == "float32" or self.node.format("kv_b").kind == "fp32" else "bf16"
-
-    def _kv_b(self) -> tuple[str, int]:
-        format_ = self.node.format("kv_b")
-        return format_.kind, 128 if format_.kind == "fp8" else format_.group
-
-    def _chunk(self) -> dict[str, str]:
-        """The chunk's tokens; the counter exists in steps of several chunks only."""
-        if self.node.bounds["T"] <= CHUNK:
-            return {"first": "0", "last": "T"}
-        return {"first": f"I*{CHUNK}", "last": f"min(T, I*{CHUNK} + {CHUNK})"}
-
-    def _tokens(self) -> str:
-        chunk = self._chunk()
-        return "T" if chunk["last"] == "T" else f"({chunk['last']} - {chunk['first']})"
-
-    def _weight(self) -> dict[str, object]:
-        kind, group = self._kv_b()
-        weight = self.node.at("kv_b", dtype="uint8" if kind == "fp8" else "")
-        scales = self.node.maybe("kv_b.scales")
-        return {"kv_b": weight, "kv_b_scales": scales, "KIND": kind, "GROUP": group, "MATH": self.math}
-
-    def _widths(self, *names: str) -> dict[str, int]:
-        attributes = self.node.attributes
-        known = {"HEADS": "heads", "NOPE": "nope", "ROPE": "rope", "V": "v", "LATENT": "latent_dim"}
-        return {name: int(attributes[known[name]]) for name in names}
-
-    def _queries(self, case: Case) -> Kernel:
-        node, tiles, tile = self.node, self.tiles, case.queries
-        heads, latent = int(node.attributes["heads"]), int(node.attributes["latent_dim"])
-        columns = min(tile.columns, latent)
-        sequences = min(case.sequences or node.bounds["B"], node.bounds["B"])
-        steps = ("q", "cos", "sin", "positions", "query_starts", "sequence_lengths")
-        return node.triton(
-            mla_queries,
-            (f"1 + {latent // columns * heads}*ceil_div({self._tokens()}, {tile.tokens})",),
-            {
-                **{name: node.at(name) for name in steps},
-                **self._weight(),
-                **self._widths("HEADS", "NOPE", "ROPE", "V", "LATENT"),
-                **self._chunk(),
-                "queries": self.queries,
-                "plan": self.plan,
-                "places": self.places,
-                "sequences": "B",
-                "capacity": self.capacity,
-                "processors": f"SMS*{tiles.programs}",
-                "ROWS": tiles.rows,
-                "KEYS": tiles.keys,
-                "LONGEST": 0,
-                "SEQUENCES": max(16, triton.next_power_of_2(sequences)),
-                "RANGES": RANGES,
-                "SHORTEST": max(1, 128 // tiles.keys),
-                "OVERHEAD": max(1, 192 // tiles.keys),
-                "TOKENS": tile.tokens,
-                "COLUMNS": columns,
-                "PDL": node.arch.has_pdl,
-            },
-            num_warps=tile.warps,
-            pdl=True,
-        )
-
-    def _attend(self) -> Kernel:
-        node, tiles = self.node, self.tiles
-        scale = float(node.attributes["scale"]) * math.log2(math.e)
-        if tiles.cuda:
-            return self._attend_cuda(scale)
-        return node.triton(
-            mla_attend,
-            (self.capacity,),
-            {
-                "queries": self.queries,
-                "cache": node.at("cache", dtype=str(node.attributes["cache_dtype"])),
-                "block_table": node.at("block_table"),
-                "plan": self.plan,
-                "partial": self.partial,
-                "sums": self.sums,
-                "scale": scale,
-                "blocks_per_sequence": "P",
-                **self._widths("HEADS", "LATENT", "ROPE"),
-                "BLOCK": int(node.attributes["block_tokens"]),
-                "ROWS": tiles.rows,
-                "KEYS": tiles.keys,
-                "STAGES": tiles.stages,
-                "PDL": node.arch.has_pdl,
-            },
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-            pdl=True,
-        )
-
-    def _attend_cuda(self, scale: float) -> Kernel:
-        """sm90_mla_decode.cu: rows of 576 seen as 9 chunks of 64, of which a box takes several for 64 rows."""
-        heads = int(self.node.attributes["heads"])
-        row_bytes = 2 * 576
-
-        def rows(at: Typed, count: str, chunks: int) -> TensorMap:
-            dims, strides, box = (64, count, 9), (row_bytes, 128), (64, 64, chunks)
-            return TensorMap(at.pointer.operand, "bfloat16", dims, strides, box, swizzle=128, l2_bytes=256)
-
-        return self.node.cuda(
-            __name__,
-            "sm90_mla_decode.cu",
-            "sm90_mla_decode",
-            ("SMS",),
-            512,
-            [
-                rows(self.queries, f"{heads}*min(T, {CHUNK})", 9),
-                rows(self.node.at("cache"), "64*N", 3),
-                self.plan,
-                self.node.at("block_table"),
-                self.partial,
-                self.sums,
-                scale,
-                Scalar("i32", "P"),
-            ],
-            defines={"HEADS": heads, **DEFINES},
-            shared_bytes=SHARED_BYTES,
-            pdl=True,
-        )
-
-    def _values(self, tile: Values) -> Kernel:
-        node = self.node
-        heads, latent, v = (int(node.attributes[name]) for name in ("heads", "latent_dim", "v"))
-        outputs = min(tile.outputs, v)
-        shape = {"TOKENS": tile.tokens, "COLUMNS": min(tile.columns, latent)} if tile.tokens else {}
-        return node.triton(
-            mla_values if tile.tokens else mla_values_few,
-            (v // outputs, heads, f"ceil_div({self._tokens()}, {tile.tokens})" if tile.tokens else self._tokens()),
-            {
-                "partial": self.partial,
-                "sums": self.sums,
-                **self._weight(),
-                **self._widths("HEADS", "NOPE", "V", "LATENT"),
-                **self._chunk(),
-                "places": self.places,
-                "o": node.at("o"),
-                "ROWS": self.tiles.rows,
-                "RANGES": RANGES,
-                **shape,
-                "OUTPUTS": outputs,
-                "MERGED": tile.merged,
-                "PDL": node.arch.has_pdl,
-            },
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            pdl=True,
-        )
-
-
-SHARED_BYTES = 1024 + 3 * 73728 + 2 * 2 * 64 * 4 + 256  # of sm90_mla_decode.cu: to align, struct Shared

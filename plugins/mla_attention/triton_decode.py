@@ -157,7 +157,8 @@ def mla_queries(
         t = first + index // (LATENT // COLUMNS * HEADS) * TOKENS + tl.arange(0, TOKENS)
         inside = t < last
         w_rows = head * (NOPE + V) + tl.arange(0, NOPE)
-        w = weight_tile(kv_b, kv_b_scales, w_rows, part * COLUMNS, LATENT, COLUMNS, KIND, GROUP, MATH)
+        if not LONGEST:
+            w = weight_tile(kv_b, kv_b_scales, w_rows, part * COLUMNS, LATENT, COLUMNS, KIND, GROUP, MATH)
         if PDL:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
@@ -169,6 +170,8 @@ def mla_queries(
             t0 = first + index // (LATENT // COLUMNS * HEADS) * TOKENS
             wanted = tl.max(((s < t0 + TOKENS) & (e > t0) & (e - s <= LONGEST)).to(tl.int32), 0) > 0
         if wanted:
+            if LONGEST:
+                w = weight_tile(kv_b, kv_b_scales, w_rows, part * COLUMNS, LATENT, COLUMNS, KIND, GROUP, MATH)
             x_at = q + t.to(tl.int64)[:, None] * (HEADS * (NOPE + ROPE)) + head * (NOPE + ROPE)
             y_at = queries + ((t - first).to(tl.int64)[:, None] * HEADS + head) * (LATENT + ROPE)
             x = tl.load(x_at + tl.arange(0, NOPE)[None, :], inside[:, None], 0.0)
@@ -269,7 +272,7 @@ def mla_values(
     most = tl.max(ranges, 0)
     result = tl.zeros((TOKENS, OUTPUTS), tl.float32)
     if most <= 1:  # nothing to merge: partial sums are the sums
-        for first_column in tl.range(0, LATENT, COLUMNS):
+        for first_column in tl.range(0, LATENT * most, COLUMNS):  # not at all for tokens of no piece
             columns = first_column + tl.arange(0, COLUMNS)
             x = tl.load(partial + slot.to(tl.int64)[:, None] * LATENT + columns[None, :], (ranges == 1)[:, None], 0.0)
             w = weight_tile(kv_b, kv_b_scales, w_rows, first_column, LATENT, COLUMNS, KIND, GROUP, MATH)
