@@ -8,7 +8,7 @@ from dsc.compiler.checkpoint import Checkpoint
 from dsc.compiler.importer.model import import_main, import_mtp
 from dsc.compiler.ir.graph import Graph
 from dsc.compiler.ir.verify import verify
-from dsc.compiler.phases import StepLimits, phase_graphs, sample_graph
+from dsc.compiler.phases import StepLimits, advance_graph, phase_graphs, sample_graph
 from dsc.compiler.pipeline import PipelineReport, check_final, run_passes
 from dsc.compiler.random_checkpoint import RandomCheckpoint
 from dsc.compiler.recipe import Recipe
@@ -17,7 +17,7 @@ from dsc.compiler.recipe import Recipe
 def make_graphs(
     recipe: Recipe, checkpoint: Checkpoint | RandomCheckpoint, dump: Path | None = None
 ) -> tuple[list[Graph], PipelineReport]:
-    """The final graphs in the order main, mtp, sample, and what the passes did."""
+    """The final graphs in the order main, mtp, sample and, for GPUs, advance; and what the passes did."""
     limits = step_limits(recipe)
     context = recipe.limits.context_tokens
     imported = [import_main(checkpoint.spec, checkpoint.source, context)]
@@ -25,10 +25,13 @@ def make_graphs(
         imported.append(import_mtp(checkpoint.spec, checkpoint.source, context))
     graphs = [graph for model in imported for graph in phase_graphs(model, limits)]
     report = run_passes(graphs, [entry.instance for entry in recipe.passes], recipe.allow, dump)
-    sample = sample_graph(checkpoint.spec, limits)
-    verify(sample)
-    graphs.append(sample)
-    report.nodes[sample.name] = [(str(node.name), f"dsc.{node.op}") for node in sample.nodes]
+    after = [sample_graph(checkpoint.spec, limits)]
+    if recipe.target != "cpu":
+        after.append(advance_graph(checkpoint.spec, limits))
+    for graph in after:
+        verify(graph)
+        report.nodes[graph.name] = [(str(node.name), f"dsc.{node.op}") for node in graph.nodes]
+    graphs += after
     check_final(graphs)
     return graphs, report
 

@@ -93,3 +93,15 @@ def sample_graph(spec: ModelSpec, limits: StepLimits) -> Graph:
     for output in node.outputs:
         graph.add_output(output)
     return graph
+
+
+def advance_graph(spec: ModelSpec, limits: StepLimits) -> Graph:
+    """One dsc.Advance node: a decode step's inputs become the next one's, on the device."""
+    graph = Graph("advance", GraphInfo(spec=spec, model="advance", bounds=limits.bounds("decode")))
+    rows = ("chosen", "tokens", "positions", "slots", "sequence_lengths", "places")
+    inputs = {name: graph.add_input(name, "int32", ("B",)) for name in rows}
+    inputs["block_table"] = graph.add_input("block_table", "int32", ("B", "P"))
+    node = graph.plugin("Advance", inputs, {"block_tokens": limits.block_tokens}, "advance", {})
+    for output in node.outputs:
+        graph.add_output(output)
+    return graph

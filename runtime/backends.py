@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +36,25 @@ class Runner(Protocol):
         ...
 
 
+class Ahead(Protocol):
+    """Runs decode steps without waiting for the host in between."""
+
+    def fits(self, sequences: int) -> bool:
+        """Whether it serves steps of so many sequences."""
+        ...
+
+    def burst(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        rows: Mapping[str, torch.Tensor],
+        steps: int,
+        take: Callable[[list[int]], bool],
+    ) -> None:
+        """Run up to `steps` steps of one token a sequence from `inputs` of main.decode and `rows` of sample; `take` gets
+        each step's tokens (-1: broken logits) and says whether to go on. The block table must hold all blocks."""
+        ...
+
+
 class Backend(Protocol):
     """An engine's weights and programs on one device."""
 
@@ -55,6 +74,10 @@ class Backend(Protocol):
 
     def resident_weight_bytes(self) -> int:
         """Bytes of all weights kept in memory."""
+        ...
+
+    def run_ahead(self, programs: Mapping[str, Runner]) -> Ahead | None:
+        """What runs decode steps in bursts over these programs; None where that gains nothing."""
         ...
 
     def describe(self) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from dsc.runtime.artifact import EngineFolder
+from dsc.runtime.backends import Runner
 from dsc.runtime.cache import SHARE_OF_MEMORY, free_memory_bytes
 from dsc.runtime.errors import DscError
 from dsc.runtime.executor import Executor
@@ -43,6 +45,9 @@ class CpuBackend:
     def resident_weight_bytes(self) -> int:
         """Bytes of all weights kept, packed for this machine or mapped as stored."""
         return self._weights.resident_bytes
+
+    def run_ahead(self, programs: Mapping[str, Runner]) -> None:
+        """A CPU has no second device to keep busy."""
 
     def describe(self) -> dict[str, Any]:
         return {}

@@ -299,4 +299,5 @@ class Engine:
             cache=self.cache,
             scheduler=Scheduler(self.cache.pool, block_tokens, limits.batch_tokens, limits.sequences, prefix_reuse),
             builder=BatchBuilder(limits.batch_tokens, limits.sequences, block_tokens),
+            ahead=self.backend.run_ahead(self.programs),
         )

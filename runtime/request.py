@@ -103,6 +103,12 @@ class Request:
     def num_generated(self) -> int:
         return len(self.tokens) - len(self.prompt)
 
+    @property
+    def samples_alone(self) -> bool:
+        """Whether its next tokens are chosen by the sample graph alone: no drafts, penalties, logprobs or barred ends."""
+        plain = self.penalties is None and self.params.logprobs is None
+        return plain and not self.max_drafts and not self.ends_barred()
+
     def draft_room(self) -> int:
         """How many drafts are worth checking in the next step: what it generates must not pass max_new."""
         return max(0, min(self.max_drafts, self.max_new - self.num_generated - 1))

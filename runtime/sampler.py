@@ -72,6 +72,11 @@ class Sampler:
             for request, at, end, logprobs in zip(requests, starts, starts[1:], raw, strict=False)
         ]
 
+    def rows(self, requests: Sequence[Request]) -> dict[str, torch.Tensor]:
+        """Inputs of the sample program but the logits, one row a request, for steps that run ahead of the host."""
+        self._fill(requests, range(len(requests) + 1))
+        return self._first(len(requests))
+
     def _fill(self, requests: Sequence[Request], starts: Sequence[int]) -> list[int]:
         """Write all rows; returns those whose mask is not full."""
         end = starts[-1]

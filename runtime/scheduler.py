@@ -83,6 +83,10 @@ class Scheduler:
             budget -= count
         return plan
 
+    def reserve(self, request: Request, tokens: int) -> bool:
+        """Blocks for so many tokens of a running request, if they are free; nobody gives any up for it."""
+        return self._take(request, tokens)
+
     def advance(self, request: Request, computed: int, stated: int) -> None:
         """The first `computed` tokens are in the cache; blocks within the first `stated` may be shared."""
         request.computed = computed

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 
 from dsc.runtime.artifact import EngineFolder
+from dsc.runtime.backends import Runner
+from dsc.runtime.cuda.ahead import RunAhead
 from dsc.runtime.cuda.executor import CudaExecutor, CudaShared
 from dsc.runtime.cuda.load import load_files
 from dsc.runtime.errors import DscError
@@ -72,6 +75,12 @@ class CudaBackend:
     def resident_weight_bytes(self) -> int:
         """Bytes of all weights on the device."""
         return sum(entry.bytes for entry in self._folder.manifest.tensors.values())
+
+    def run_ahead(self, programs: Mapping[str, Runner]) -> RunAhead | None:
+        """Decode, sample and advance in one CUDA graph."""
+        if not self._buckets or "advance" not in programs:
+            return None
+        return RunAhead(*(cast(CudaExecutor, programs[name]) for name in ("main.decode", "sample", "advance")))
 
     def describe(self) -> dict[str, Any]:
         """How loading went, for `dsc bench` and logs."""

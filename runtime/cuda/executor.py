@@ -65,8 +65,8 @@ class CudaExecutor:
     def __init__(self, program: Program, shared: CudaShared, buckets: Sequence[int] = ()) -> None:
         self.program, self.shared = program, shared
         self.executed: tuple[str, ...] = ()
-        self._names = tuple(node.name for node in program.nodes)
-        self._buckets = tuple(b for b in buckets if b <= program.letters["B"])
+        self.node_names = tuple(node.name for node in program.nodes)
+        self.buckets = tuple(b for b in buckets if b <= program.letters["B"])
         self._state: dict[str, torch.Tensor] = {}
         self._tensors = self._place()
         self._staging = Staging(
@@ -114,8 +114,35 @@ class CudaExecutor:
             self._staging.fill(inputs, real, padded, self._shapes(padded))
             self._launch(padded)
             torch.cuda.default_stream(self.shared.device).wait_stream(self.shared.stream)
-        self.executed = self._names
+        self.executed = self.node_names
         return {name: self._output(name, real) for name in self.program.outputs}
+
+    def share(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Let inputs or outputs lie in another program's memory. What was bound or captured is forgotten."""
+        self._bound.clear()
+        self._graphs.clear()
+        for name in self.program.operands:
+            root = self.program.root(name)
+            if root in tensors:
+                self._tensors[name] = tensors[root]
+        self._staging = Staging(
+            {
+                name: self._tensors[name]
+                for name in self.program.inputs
+                if self.program.operands[name].role == "input" and name not in tensors
+            }
+        )
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The memory of an input or output at its bound, flat."""
+        return self._tensors[name]
+
+    def stage(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """Put a step's inputs in place on the capture stream without running it; the letters it would run with."""
+        real = self._letters(inputs)
+        padded = self._pad(real)
+        self._staging.fill(inputs, real, padded, self._shapes(padded))
+        return padded
 
     def letters(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """The letters of the step that would run these inputs, padding included."""
@@ -149,7 +176,7 @@ class CudaExecutor:
         return self._graphs[key].graph
 
     def _launch(self, letters: Mapping[str, int]) -> None:
-        if letters.get("B") in self._buckets and self._one_shape(letters):
+        if letters.get("B") in self.buckets and self._one_shape(letters):
             self.capture(letters).replay()
             return
         stream = self.shared.stream.cuda_stream
@@ -192,14 +219,14 @@ class CudaExecutor:
         if "P" in self.program.letters:
             padded["P"] = self.program.letters["P"]
         sequences = real.get("B", 0)
-        bucket = next((b for b in self._buckets if b >= sequences), None)
+        bucket = next((b for b in self.buckets if b >= sequences), None)
         queries = -(-real.get("T", 0) // sequences) if sequences else 1
         if bucket is not None and bucket * queries <= self.program.letters["T"]:
             padded |= {"B": bucket, "B1": bucket + 1, "T": bucket * queries, "Q": queries, "R": bucket * queries}
         elif "B" in real:
             padded["Q"] = self.program.letters.get("Q", 1)
         state = next(iter(self._state.values()), None)
-        if state is not None:
+        if state is not None and "N" in self.program.letters:
             padded["N"] = state.shape[0]
         return padded
 

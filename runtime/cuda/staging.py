@@ -34,6 +34,8 @@ class Staging:
             self._done.synchronize()  # the copy before has left the pinned block
         for name, target in self._targets.items():
             given, shape = inputs[name], shapes[name]
+            if given.data_ptr() == target.data_ptr():
+                continue  # it is there already
             count = 1
             for size in shape:
                 count *= size

@@ -219,6 +219,23 @@ def _sample(draw: Draw) -> Case:
     return Case("Sample", operands, {"tokens": "copy", "accepted": "copy", "logprobs": "logprob"}, {})
 
 
+def _advance(draw: Draw) -> Case:
+    rows, blocks = draw.tokens, 6
+    counters = {"positions": draw.integers(0, blocks * BLOCK - 1, rows), "places": draw.integers(0, 4096, rows)}
+    operands = {
+        "chosen": draw.integers(-1, V, rows),
+        "tokens": draw.integers(0, V, rows),
+        "positions": counters["positions"],
+        "slots": draw.slots(),
+        "sequence_lengths": counters["positions"] + 1,
+        "places": counters["places"],
+        "block_table": draw.integers(0, 100, rows, blocks),
+    }
+    names = ("tokens", "positions", "slots", "sequence_lengths", "places")
+    kinds = {f"next_{name}": "copy" for name in names}
+    return Case("Advance", operands, kinds, {"block_tokens": BLOCK})
+
+
 CASES: dict[str, Callable[[Draw], Case]] = {
     "Embedding": _embedding,
     "RmsNorm": _rms_norm,
@@ -232,6 +249,7 @@ CASES: dict[str, Callable[[Draw], Case]] = {
     "Qkv": _qkv,
     "MlaAttention": _mla_attention,
     "Sample": _sample,
+    "Advance": _advance,
 }
 
 
