@@ -51,9 +51,18 @@ def streams(work: Work, experts: Experts) -> bool:
     return fits and known and (gate.kind != "fp8" or node.arch.has_fp8)
 
 
+def joins(work: Work, case: Few) -> bool:
+    """Whether the shared expert's tiles come along in the routed experts' launches."""
+    if work.shared is None or not case.joint or not streams(work, work.shared):
+        return False
+    kind = work.formats(work.shared)[0].kind
+    pairs = ((case.gate_up, work.node.width("D")), (case.down, work.shared.width))
+    return all(_rings(work, case, stream, kind, width) for stream, width in pairs)
+
+
 def few_steps(work: Work, case: Few, most: int) -> tuple[Kernel, Kernel]:
     """Gate and up, then down, for steps of at most `most` tokens."""
-    joint = work.shared if case.joint else None
+    joint = work.shared if joins(work, case) else None
     return _gate_up(work, case, most, joint), _down(work, case, most, joint)
 
 
@@ -114,8 +123,7 @@ def _launch(
     sets = [work.routed, *([shared] if shared else [])]
     formats = [work.formats(experts)[0] for experts in sets]
     widths = [node.width("D") if stage == "gate_up" else experts.width for experts in sets]
-    budget = SHARED_BYTES[node.arch.capability] // stream.blocks - 1024 - 8 * case.tile
-    rings = [_deepest(stream, case.tile, f.kind, w // 128, budget) for f, w in zip(formats, widths, strict=True)]
+    rings = [_rings(work, case, stream, f.kind, w)[-1] for f, w in zip(formats, widths, strict=True)]
     defines = {
         "EXPERT_KIND": KINDS[formats[0].kind],
         "EXPERT_UE8M0": int(formats[0].ue8m0),
@@ -148,12 +156,11 @@ def _launch(
     )
 
 
-def _deepest(stream: Stream, tile: int, kind: str, blocks: int, budget: int) -> tuple[int, int]:
-    """The deepest ring that fits into a thread block's share of the shared memory, and what is taken of it."""
-    sizes = [(depth, _bytes(stream, depth, tile, kind, blocks)) for depth in range(2, DEEPEST + 1)]
-    fitting = [(depth, size) for depth, size in sizes if size <= budget]
-    assert fitting, (stream, tile, kind, blocks, budget)
-    return fitting[-1]
+def _rings(work: Work, case: Few, stream: Stream, kind: str, width: int) -> list[tuple[int, int]]:
+    """Depths of the ring that fit into a thread block's share of the shared memory, and what is taken of it."""
+    budget = SHARED_BYTES[work.node.arch.capability] // stream.blocks - 1024 - 8 * case.tile
+    sizes = [(depth, _bytes(stream, depth, case.tile, kind, width // 128)) for depth in range(2, DEEPEST + 1)]
+    return [(depth, size) for depth, size in sizes if size <= budget]
 
 
 def _bytes(stream: Stream, depth: int, tile: int, kind: str, blocks: int) -> int:

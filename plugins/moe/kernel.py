@@ -6,10 +6,10 @@ the Triton kernels. Every result is written once and added in a fixed order: the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dsc.plugins.gpu_node import GpuNode, Typed
-from dsc.plugins.moe.few_tokens import Few, Stream, few_steps, streams
+from dsc.plugins.moe.few_tokens import Few, Stream, few_steps, joins, streams
 from dsc.plugins.moe.gpu_work import Experts, Work, num_tiles
 from dsc.plugins.moe.triton_experts import moe_down, moe_gate_up
 from dsc.plugins.triton_activations import quantize
@@ -43,7 +43,7 @@ _SIZES = (16, 64, 128)  # of Triton's tiles
 _SMALL, _MIDDLE = Tile(16, 128, True, 4, 4), Tile(64, 128, True, 8, 3)
 # By the kind of weight and what multiplies it.
 TILES: dict[str, tuple[Tile, ...]] = {
-    "fp32": (Tile(16, 128, False, 4, 2), Tile(64, 128, False, 8, 2)),
+    "fp32": (Tile(16, 128, False, 4, 2),),
     "fp8": (_SMALL, Tile(64, 128, False, 8, 3), Tile(128, 128, False, 8, 3)),
     "wint4:32": (_SMALL, _MIDDLE),
     "wint4:64": (_SMALL, _MIDDLE),
@@ -68,10 +68,9 @@ def lower(node: GpuNode) -> tuple[Variant, ...]:
 
 def _few(work: Work, case: Few, most: int) -> tuple[Step, ...]:
     """Streamed weights; a shared expert that cannot come along goes through Triton."""
-    apart = work.shared is not None and not (case.joint and streams(work, work.shared))
     plan = [] if case.direct else [work.plan(case.tile)]
-    gate_up, down = few_steps(work, replace(case, joint=not apart), most)
-    if work.shared is None or not apart:
+    gate_up, down = few_steps(work, case, most)
+    if work.shared is None or joins(work, case):
         return (*plan, gate_up, down, work.sum())
     shared = _Set.of(work, work.shared, 16 if most <= 16 else 64 if most <= 64 else 128)
     return (*shared.steps(), *plan, gate_up, down, work.sum())

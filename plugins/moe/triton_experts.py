@@ -47,13 +47,9 @@ def _weight(w, expert, N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr):
 @triton.jit
 def _scales(scales, expert, N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr):
     """Scales of one expert, for kinds that have them."""
-    if KIND == "fp8":
-        COUNT: tl.constexpr = ((N + 127) // 128) * ((K + 127) // 128)
-    elif KIND == "wint8":
-        COUNT: tl.constexpr = N
-    else:
-        COUNT: tl.constexpr = N * (K // GROUP)
-    return scales + expert.to(tl.int64) * COUNT
+    BLOCKS: tl.constexpr = ((N + 127) // 128) * ((K + 127) // 128)
+    GROUPS: tl.constexpr = N * (K // GROUP) if GROUP else N
+    return scales + expert.to(tl.int64) * (BLOCKS if KIND == "fp8" else GROUPS)
 
 
 @triton.jit
