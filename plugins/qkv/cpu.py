@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from dsc.plugins.cpu_linear import Product, bind_product, can_join
-from dsc.plugins.cpu_node import CpuNode, Run, StepMemo
+from dsc.plugins.cpu_node import CASTS, CpuNode, Run, StepMemo
 from dsc.plugins.latent_cache import cache_rows
 from dsc.plugins.norm import Norm
-from dsc.plugins.rope import rotate_by, step_turns
+from dsc.plugins.rope import step_turns
 
 
 class Written(NamedTuple):
@@ -27,21 +28,27 @@ def bind(node: CpuNode) -> Run:
     products = _bind_products(node)
     q_norm = Norm(node.constants["q_norm"], float(a["epsilon"])) if "q_norm" in node.constants else None
     kv_norm = Norm(node.constants["kv_norm"], float(a["epsilon"]))
+    cast = CASTS[node.types["x"].dtype]
     cos, sin = node.constants["cos"], node.constants["sin"]
 
     def run(step: StepMemo, x: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
         positions, slots, cache = others[-3:]  # an absent q_norm comes before them
         made = products[0](x) if len(products) == 1 else torch.cat([product(x) for product in products], -1)
-        q, latents, keys = made.split_with_sizes((q_width, latent, rope), -1)
+        exact = made.float().numpy()  # of this call's own memory
         if q_norm is not None:
-            q = q_norm(q).to(x.dtype)
-        turned = rotate_by(keys.float(), step_turns(step, cos, sin, positions))
+            q = exact[:, :q_width]
+            q_norm.rows(q, q)
+        latents = exact[:, q_width : q_width + latent]
+        kv_norm.rows(latents, latents)
+        keys = exact[:, q_width + latent :].view(np.complex64)
+        np.multiply(keys, step.once("turns", lambda: step_turns(step, cos, sin, positions).numpy()), keys)
         rows = cache_rows(cache, cache_dtype, latent + rope)
-        exact = torch.cat((kv_norm(latents), turned), -1)
-        stored = exact.to(rows.dtype)
+        rounded = cast(torch.from_numpy(exact))
+        q, latents, turned = rounded.split_with_sizes((q_width, latent, rope), -1)
+        stored = rounded if rows.dtype is rounded.dtype else torch.from_numpy(exact)
+        stored = stored.narrow(1, q_width, latent + rope).to(rows.dtype)
         written = step.once("cache slots", lambda: _written(slots))
         rows.index_copy_(0, written.slots, stored if written.rows is None else stored[written.rows])
-        latents, turned = (stored if rows.dtype is x.dtype else exact.to(x.dtype)).split_with_sizes((latent, rope), -1)
         return q, latents, turned, cache
 
     return run
