@@ -69,11 +69,12 @@ class CudaExecutor:
         self.buckets = tuple(b for b in buckets if b <= program.letters["B"])
         self._state: dict[str, torch.Tensor] = {}
         self._tensors = self._place()
-        self._staging = Staging(
-            {name: self._tensors[name] for name in program.inputs if program.operands[name].role == "input"}
-        )
+        self._staging = self._make_staging()
         self._bound: dict[tuple[tuple[str, int], ...], list[BoundStep]] = {}
         self._graphs: dict[tuple[tuple[str, int], ...], _Graph] = {}
+
+    def _make_staging(self) -> Staging:
+        return Staging({n: self._tensors[n] for n in self.program.inputs if self.program.operands[n].role == "input"})
 
     def _place(self) -> dict[str, torch.Tensor]:
         """Memory of every operand at the letters' bounds; caches come with `set_state`."""
@@ -125,13 +126,7 @@ class CudaExecutor:
             root = self.program.root(name)
             if root in tensors:
                 self._tensors[name] = tensors[root]
-        self._staging = Staging(
-            {
-                name: self._tensors[name]
-                for name in self.program.inputs
-                if self.program.operands[name].role == "input" and name not in tensors
-            }
-        )
+        self._staging = self._make_staging()
 
     def tensor(self, name: str) -> torch.Tensor:
         """The memory of an input or output at its bound, flat."""

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.engines import gpu_engine
 
 from dsc.plugins.advance.reference import reference
 
@@ -32,9 +33,7 @@ def test_equals_the_reference(rows: int) -> None:
 
 
 def test_bursts_change_nothing(tmp_path: Path) -> None:
-    from test_engines import gpu_engine
-
-    engine = gpu_engine("fp32", tmp_path)
+    engine = gpu_engine("tiny-r1-fp32", tmp_path)
     prompts = [[5, 6, 7] * n for n in (1, 30, 21)]
     for options in ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}):
         ahead = engine._loop._ahead

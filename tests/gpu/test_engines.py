@@ -4,13 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.engines import TINY_R1, Sequences, compile_tiny
+from support.engines import Sequences, compile_tiny, gpu_engine
 from support.quality import held_out
 from support.tolerances import LOGIT_GAPS
 
 from dsc import runtime
-from dsc.compiler.build import compile_engine
-from dsc.compiler.recipe import load_recipe
 from dsc.runtime.engine import Engine
 
 pytestmark = pytest.mark.gpu
@@ -21,18 +19,13 @@ PROMPTS = ("def ", "import ", "class Fraction", "The statistics module", "    re
            "x = [", "from collections import")  # fmt: skip
 
 
-def gpu_engine(name: str, folder: Path) -> Engine:
-    recipe = load_recipe(f"tiny-r1-{name}").override("sm_90a")
-    return runtime.load(compile_engine(recipe, model=str(TINY_R1), output=folder / f"{name}-gpu.engine").folder)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("engines")
 
 
 def test_fp32_greedy_tokens(folder: Path) -> None:
-    cpu, gpu = runtime.load(compile_tiny("tiny-r1-fp32", folder)), gpu_engine("fp32", folder)
+    cpu, gpu = runtime.load(compile_tiny("tiny-r1-fp32", folder)), gpu_engine("tiny-r1-fp32", folder)
     options = {"max_tokens": 64, "temperature": 0.0, "ignore_eos": True}
     wanted = [o.token_ids for o in cpu.generate(PROMPTS, drafts=0, **options)]
     assert [o.token_ids for o in gpu.generate(PROMPTS, drafts=0, **options)] == wanted
@@ -53,7 +46,7 @@ def logits_of(engine: Engine, texts: list[list[int]], chunk: int, phase: str) ->
 @pytest.mark.parametrize("name", FORMATS)
 def test_top_1_where_the_gap_is_wide(name: str, folder: Path) -> None:
     """Fed the same tokens through prefill in chunks and through decode steps."""
-    cpu, gpu = runtime.load(compile_tiny(f"tiny-r1-{name}", folder)), gpu_engine(name, folder)
+    cpu, gpu = runtime.load(compile_tiny(f"tiny-r1-{name}", folder)), gpu_engine(f"tiny-r1-{name}", folder)
     texts = [window[:128] for window in held_out(2)]
     wanted = logits_of(cpu, texts, 128, "prefill")
     for chunk, phase in ((16, "prefill"), (1, "decode"), (2, "decode")):

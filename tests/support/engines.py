@@ -30,6 +30,12 @@ def compile_tiny(recipe: str, folder: Path) -> Path:
     return compile_engine(load_recipe(recipe), model=str(TINY_R1), output=folder / f"{recipe}.engine").folder
 
 
+def gpu_engine(recipe: str, folder: Path) -> Engine:
+    """examples/tiny-r1 as a packaged recipe has it, for Hopper GPUs, loaded."""
+    loaded = load_recipe(recipe).override("sm_90a")
+    return runtime.load(compile_engine(loaded, model=str(TINY_R1), output=folder / f"{recipe}-sm_90a.engine").folder)
+
+
 def load_fp32(checkpoint: Path, folder: Path, mtp: bool) -> Engine:
     """An engine of a checkpoint in float32."""
     built = compile_engine(fp32_recipe(mtp), model=str(checkpoint), output=folder / f"{checkpoint.name}-fp32.engine")
