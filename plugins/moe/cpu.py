@@ -5,78 +5,94 @@ Legend: T tokens, K experts per token, P their pairs, E experts, D hidden, F int
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dsc.plugins.cpu_linear import MANY, Product, can_join, join_rows, make_product
-from dsc.plugins.cpu_node import CASTS, CpuNode, Run, StepMemo
+from dsc.plugins.cpu_node import CASTS, CpuNode, Run
 from dsc.plugins.stored import StoredWeight
 from dsc.plugins.swiglu.cpu import swiglu
 
 
 def bind(node: CpuNode) -> Run:
-    """Weights are packed expert by expert, once for all graphs."""
+    """Weights are packed expert by expert, once for all graphs. A shared expert as wide as the others is one of them,
+    chosen by every token with weight 1.
+    """
     dtype, cast = getattr(torch, node.types["x"].dtype), CASTS[node.types["x"].dtype]
-    experts = Experts(*_bind_mlps(node, ("gate", "up", "down"), dtype))
-    shared: Callable[[torch.Tensor], torch.Tensor] | None = None
-    if "shared_gate" in node.weights:
-        shared = Experts(*_bind_mlps(node, ("shared_gate", "shared_up", "shared_down"), dtype)).first
+    routed = _bind_mlps(node, ("gate", "up", "down"), dtype)
+    if "shared_gate" not in node.weights:
+        experts = Experts(*routed)
+        return lambda step, x, ids, weights: (cast(experts(x, ids, weights)),)
+    shared = _bind_mlps(node, ("shared_gate", "shared_up", "shared_down"), dtype)
+    if _alike(node):
+        together = Experts(routed[0] + shared[0], routed[1] + shared[1], last_for_all=True)
+        return lambda step, x, ids, weights: (cast(together(x, ids, weights)),)
+    experts, beside = Experts(*routed), Experts(*shared)
+    return lambda step, x, ids, weights: (cast(experts(x, ids, weights).add_(beside.first(x))),)
 
-    def run(step: StepMemo, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = experts(x, ids, weights)
-        if shared is not None:
-            y += shared(x)
-        return (cast(y),)
 
-    return run
+def _alike(node: CpuNode) -> bool:
+    """Whether the shared expert is as wide as the others, and its weights of their formats."""
+    pairs = [(node.weights[name], node.weights[f"shared_{name}"]) for name in ("gate", "up", "down")]
+    return all(one.format == two.format and one.shape[-2:] == two.shape for one, two in pairs)
 
 
 class Experts:
-    """MLPs of one shape, chosen per token. `gate_up` and `down` hold one product for each."""
+    """MLPs of one shape, chosen per token. `gate_up` and `down` hold one product for each.
 
-    def __init__(self, gate_up: list[Product], down: list[Product]) -> None:
+    last_for_all  every token also gets the last one, with weight 1
+    """
+
+    def __init__(self, gate_up: list[Product], down: list[Product], last_for_all: bool = False) -> None:
         self._gate_up, self._down = gate_up, down
-        self._edges = torch.arange(len(down) + 1, dtype=torch.int32)
+        self._last_for_all = last_for_all
+        self._edges = np.arange(len(down) + 1)
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """float32 [T, D]: the weighted sum of each token's experts; an id of -1 adds nothing."""
         tokens, chosen = ids.shape
+        ids_TK, weights_TK = ids.numpy(), weights.numpy()
+        if self._last_for_all:
+            ids_TK = np.concatenate((ids_TK, np.full((tokens, 1), len(self._down) - 1, np.int32)), 1)
+            weights_TK = np.concatenate((weights_TK, np.ones((tokens, 1), np.float32)), 1)
         if tokens * chosen >= len(self._down):
-            return self._by_expert(x, ids, weights)
-        experts = ids.flatten().tolist()
+            return self._by_expert(x, ids_TK, weights_TK)
+        experts = ids_TK.ravel().tolist()
         # Padding is rare where tokens are few; sorting deals with it.
-        return self._by_expert(x, ids, weights) if -1 in experts else self._by_token(x, experts, weights)
+        few = -1 not in experts and experts
+        return self._by_token(x, experts, weights_TK) if few else self._by_expert(x, ids_TK, weights_TK)
 
     def first(self, x: torch.Tensor) -> torch.Tensor:
         """The first MLP alone, [T, D]."""
         return self._down[0](swiglu(self._gate_up[0](x)))
 
-    def _by_token(self, x: torch.Tensor, experts: list[int], weights: torch.Tensor) -> torch.Tensor:
+    def _by_token(self, x: torch.Tensor, experts: list[int], weights_TK: NDArray[np.float32]) -> torch.Tensor:
         """Pair by pair, without sorting and gathering: while few tokens share an expert, it has little to gain."""
-        tokens, chosen = weights.shape
-        if not experts:
-            return x.new_zeros(x.shape, dtype=torch.float32)
-        rows = [row for row in self._gate_up[0].prepare(x).chunk(tokens) for _ in range(chosen)]
+        tokens, chosen = weights_TK.shape
+        prepared = self._gate_up[0].prepare(x)
+        rows = [prepared] * chosen if tokens == 1 else [row for row in prepared.split(1) for _ in range(chosen)]
         hidden_PF = swiglu(_apply(self._gate_up, experts, rows))
-        parts = self._down[0].prepare(hidden_PF).split_with_sizes([1] * len(experts))
-        out_PD = _apply(self._down, experts, parts).float()
-        return torch.bmm(weights.unsqueeze(1), out_PD.view(tokens, chosen, x.shape[1])).squeeze(1)
+        out_PD = _apply(self._down, experts, self._down[0].prepare(hidden_PF).split(1)).float().numpy()
+        return torch.from_numpy(np.matmul(weights_TK[:, None], out_PD.reshape(tokens, chosen, -1))[:, 0])
 
-    def _by_expert(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _by_expert(self, x: torch.Tensor, ids_TK: NDArray[np.int32], weights_TK: NDArray[np.float32]) -> torch.Tensor:
         """Pairs sorted by expert, so that those of one are rows that follow each other; ids of -1 come first, and go."""
         y = x.new_zeros(x.shape, dtype=torch.float32)
-        sorted_P, order_P = ids.flatten().sort(stable=True)
-        starts = torch.searchsorted(sorted_P, self._edges).tolist()
+        ids_P = ids_TK.ravel()
+        order_P = ids_P.argsort(kind="stable")
+        starts = ids_P[order_P].searchsorted(self._edges).tolist()
         hit = [expert for expert, (start, end) in enumerate(pairwise(starts)) if end > start]
         if not hit:
             return y
         sizes = [starts[expert + 1] - starts[expert] for expert in hit]
         order_P = order_P[starts[0] :]
-        tokens_P = order_P // ids.shape[1]
-        weights_P1 = weights.flatten().index_select(0, order_P).unsqueeze(1)
+        tokens_P = torch.from_numpy(order_P // ids_TK.shape[1])
+        weights_P1 = torch.from_numpy(weights_TK.ravel()[order_P]).unsqueeze(1)
         prepared = self._gate_up[0].prepare(x)
         if len(order_P) >= MANY * len(hit):
             parts = zip(hit, tokens_P.split_with_sizes(sizes), weights_P1.split_with_sizes(sizes), strict=True)
