@@ -7,11 +7,13 @@ exact; equal logits are told apart by their index.
 Legend: R rows, V vocabulary, W words of a mask row, S splits of a row, K thresholds of a pass.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from dsc.plugins.gpu_node import GpuNode
-from dsc.runtime.steps import Variant
+from dsc.runtime.steps import Kernel, Variant
 
 SPLIT = 4096  # logits of one program that reads a part of a row
 THRESHOLDS = 8
@@ -68,11 +70,14 @@ def _add(mass, count, keys, weights, thresholds):
 
 @triton.jit
 def sample_scan(
-    logits, token_mask, floats, ints, V: tl.constexpr, W: tl.constexpr, S: tl.constexpr, SPLIT: tl.constexpr,
-    PDL: tl.constexpr,
+    logits, token_mask, temperature, floats, ints, V: tl.constexpr, W: tl.constexpr, S: tl.constexpr,
+    SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of each part of a row: floats[r, :, s] = largest logit, their sum of exponentials, largest and smallest allowed;
-    ints[r, :, s] = where the largest allowed is, how many are allowed. A NaN makes the largest logit infinite."""
+    ints[r, :, s] = where the largest allowed is, how many are allowed. A NaN makes the largest logit infinite.
+
+    Greedy rows do without the smallest and the number.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -81,22 +86,25 @@ def sample_scan(
     raw, values = _load(logits + row * V, token_mask + row * W, at, V)
     raw = tl.where(raw != raw, float("inf"), raw)
     values = tl.where(values != values, float("-inf"), values)
-    largest, best = tl.max(raw, 0), tl.max(values, 0)
+    largest = tl.max(raw, 0)
+    # One maximum finds the largest and the first that has it.
+    best = tl.max((_key(values).to(tl.int64) << 32) | (0x7FFFFFFF - at), 0)
     total = tl.sum(tl.exp(tl.where(raw > float("-inf"), raw - largest, float("-inf"))), 0)
-    allowed = values > float("-inf")
     to = floats + row * 4 * S + split
     tl.store(to, largest)
     tl.store(to + S, total)
-    tl.store(to + 2 * S, best)
-    tl.store(to + 3 * S, tl.min(tl.where(allowed, values, float("inf")), 0))
-    tl.store(ints + row * 2 * S + split, tl.min(tl.where(values == best, at, V), 0))
-    tl.store(ints + row * 2 * S + S + split, tl.sum(allowed.to(tl.int32), 0))
+    tl.store(to + 2 * S, _value((best >> 32).to(tl.int32)))
+    tl.store(ints + row * 2 * S + split, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32))
+    if tl.load(temperature + row) != 0.0:
+        allowed = values > float("-inf")
+        tl.store(to + 3 * S, tl.min(tl.where(allowed, values, float("inf")), 0))
+        tl.store(ints + row * 2 * S + S + split, tl.sum(allowed.to(tl.int32), 0))
 
 
 @triton.jit
 def sample_coarse(
     logits, token_mask, temperature, min_p, floats, thresholds, masses, counts, V: tl.constexpr, W: tl.constexpr,
-    S: tl.constexpr, S2: tl.constexpr, SPLIT: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    S: tl.constexpr, S2: tl.constexpr, SPLIT: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of each part of a row that is not greedy: masses[r, s, :] and counts[r, s, :] of what reaches each of the row's K
     thresholds; masses[r, s, K] all, masses[r, s, K + 1] of tokens with at least min_p of the largest probability."""
@@ -107,38 +115,98 @@ def sample_coarse(
     heat = tl.load(temperature + row)
     if heat != 0.0:
         splits = tl.arange(0, S2)
-        best = tl.load(floats + row * 4 * S + 2 * S + splits, splits < S, float("-inf"))
-        least = tl.load(floats + row * 4 * S + 3 * S + splits, splits < S, float("inf"))
-        largest = tl.max(best, 0)
-        low = tl.maximum(tl.min(least, 0), largest - FAR * heat)
-        k = tl.arange(0, K)
-        keys_K = _between(largest, low, (k + 1).to(tl.float32) / K)
+        largest = tl.max(tl.load(floats + row * 4 * S + 2 * S + splits, splits < S, float("-inf")), 0)
         floor = tl.load(min_p + row).to(tl.float64)
-        mass, count = tl.zeros((K, CHUNK), tl.int64), tl.zeros((K, CHUNK), tl.int32)
-        total, above = tl.zeros((CHUNK,), tl.int64), tl.zeros((CHUNK,), tl.int64)
-        for start in range(0, SPLIT, CHUNK):
-            at = split * SPLIT + start + tl.arange(0, CHUNK)
-            _, values = _load(logits + row * V, token_mask + row * W, at, V)
-            allowed = values > float("-inf")
-            ratio = tl.exp((values - largest).to(tl.float64) / heat.to(tl.float64))
-            weights = tl.where(allowed, (ratio * ONE + 0.5).to(tl.int64), 0)
-            mass, count = _add(mass, count, tl.where(allowed, _key(values), LOWEST), weights, keys_K)
-            total += weights
-            above += tl.where(ratio >= floor, weights, 0)
+        at = split * SPLIT + tl.arange(0, SPLIT)
+        _, values = _load(logits + row * V, token_mask + row * W, at, V)
+        allowed = values > float("-inf")
+        ratio = tl.exp((values - largest).to(tl.float64) / heat.to(tl.float64))
+        weights = tl.where(allowed, (ratio * ONE + 0.5).to(tl.int64), 0)
+        keys = tl.where(allowed, _key(values), LOWEST)
         to = row * S + split
-        tl.store(masses + to * (K + 2) + k, tl.sum(mass, 1))
-        tl.store(masses + to * (K + 2) + K, tl.sum(total, 0))
-        tl.store(masses + to * (K + 2) + K + 1, tl.sum(above, 0))
-        tl.store(counts + to * K + k, tl.sum(count, 1))
+        for k in tl.static_range(K):
+            # Distances below the largest grow: where the mass is, thresholds are close.
+            threshold = tl.maximum(_key(largest - heat * (FAR * ((k + 1) * (k + 1)) / (K * K))), LOWEST + 1)
+            reached = keys >= threshold
+            tl.store(masses + to * (K + 2) + k, tl.sum(tl.where(reached, weights, 0), 0))
+            tl.store(counts + to * K + k, tl.sum(reached.to(tl.int32), 0))
+            if split == 0:
+                tl.store(thresholds + row * K + k, threshold)
+        tl.store(masses + to * (K + 2) + K, tl.sum(weights, 0))
+        tl.store(masses + to * (K + 2) + K + 1, tl.sum(tl.where(ratio >= floor, weights, 0), 0))
+
+
+@triton.jit
+def _goal(stage, kept, top_p, top_k, uniform):
+    """What a cumulative sum must exceed: numbers in stage 0 (top_k), masses in stages 1 (top_p) and 2 (the draw)."""
+    wanted = tl.where(stage == 1, top_p.to(tl.float64), uniform) * kept.to(tl.float64)
+    goal = wanted.to(tl.int64)
+    # top_p asks for a sum of at least so much, the draw for more than so much.
+    goal = tl.where((stage == 1) & (goal.to(tl.float64) >= wanted), goal - 1, goal)
+    return tl.where(stage == 0, (top_k - 1).to(tl.int64), goal)
+
+
+@triton.jit
+def _uniform(seed, position):
+    """`dsc.plugins.sample.philox.uniform` of one row."""
+    zero = position * 0
+    word, _, _, _ = tl.philox(seed, position, zero, zero, zero)
+    return (word >> 8).to(tl.float64) * (1.0 / (1 << 24))
+
+
+@triton.jit
+def sample_gather(
+    logits, token_mask, temperature, top_p, top_k, seeds, positions, ints, thresholds, masses, counts, candidates,
+    lengths, V: tl.constexpr, W: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, SPLIT: tl.constexpr, K: tl.constexpr,
+    CANDIDATES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """candidates[r] = keys, then indices, of the tokens from the largest on down to the threshold that the first search
+    of the row cannot pass, in the order of their indices; lengths[r] = how many, whether or not they have room."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.load(temperature + row) != 0.0:
+        splits, k = tl.arange(0, S2), tl.arange(0, K)
+        real = splits < S
+        allowed = tl.sum(tl.load(ints + row * 2 * S + S + splits, real, 0), 0)
+        parts = masses + row * S * (K + 2) + splits * (K + 2)
+        kept = tl.sum(tl.load(parts + K, real, 0), 0)
+        above = tl.sum(tl.load(parts + K + 1, real, 0), 0)
+        most, share = tl.load(top_k + row), tl.load(top_p + row)
+        stage = tl.where((most > 0) & (most < allowed), 0, tl.where(share < 1.0, 1, 2))
+        kept = tl.where(stage == 2, tl.minimum(kept, above), kept)
+        goal = _goal(stage, kept, share, most, _uniform(tl.load(seeds + row), tl.load(positions + row)))
+        mass_K = tl.sum(tl.load(parts[:, None] + k[None, :], real[:, None], 0), 0)
+        number_SK = tl.load(counts + row * S * K + splits[:, None] * K + k[None, :], real[:, None], 0)
+        number_K = tl.sum(number_SK, 0)
+        reached = tl.where(stage == 0, number_K.to(tl.int64), mass_K) > goal
+        chosen = tl.min(tl.where(reached, k, K), 0)
+        length = tl.where(chosen < K, tl.sum(tl.where(k == chosen, number_K, 0), 0), allowed)
         if split == 0:
-            tl.store(thresholds + row * K + k, keys_K)
+            tl.store(lengths + row, length)
+        if length <= CANDIDATES:
+            low = tl.load(thresholds + row * K + tl.minimum(chosen, K - 1))
+            low = tl.where(chosen < K, low, LOWEST + 1)
+            own = tl.where((splits < split)[:, None] & (k == chosen)[None, :], number_SK, 0)
+            first = tl.sum(tl.sum(own, 1), 0)
+            earlier = tl.load(ints + row * 2 * S + S + splits, splits < split, 0)
+            first = tl.where(chosen < K, first, tl.sum(earlier, 0))
+            at = split * SPLIT + tl.arange(0, SPLIT)
+            _, values = _load(logits + row * V, token_mask + row * W, at, V)
+            keys = _key(values)
+            inside = (keys >= low) & (values > float("-inf"))
+            if tl.sum(inside.to(tl.int32), 0) > 0:
+                to = candidates + row * 2 * CANDIDATES + first + tl.cumsum(inside.to(tl.int32), 0) - 1
+                tl.store(to, keys, inside)
+                tl.store(to + CANDIDATES, at, inside)
 
 
 @triton.jit
 def sample_pick(
-    logits, token_mask, temperature, top_p, top_k, min_p, seeds, positions, floats, ints, thresholds, masses, counts,
-    candidates, tokens, logprobs, V: tl.constexpr, W: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, K: tl.constexpr,
-    CHUNK: tl.constexpr, READ: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
+    logits, token_mask, temperature, top_p, top_k, seeds, positions, floats, ints, thresholds, masses, counts,
+    candidates, lengths, tokens, logprobs, V: tl.constexpr, W: tl.constexpr, S: tl.constexpr, S2: tl.constexpr,
+    K: tl.constexpr, CHUNK: tl.constexpr, READ: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Token and logprob of one row."""
     if PDL:
@@ -154,95 +222,102 @@ def sample_pick(
     peak, largest = tl.max(raw, 0), tl.max(best, 0)
     token = tl.min(tl.where(best == largest, where, V), 0)
     sound = (tl.abs(peak) < float("inf")) & (tl.abs(largest) < float("inf"))
+    scaled = tl.where(real & (raw > float("-inf")), sums * tl.exp(raw - peak), 0.0)
+    total = peak + tl.log(tl.sum(scaled, 0))
     heat = tl.load(temperature + row)
     if sound & (heat != 0.0):
         least = tl.load(floats + row * 4 * S + 3 * S + splits, real, float("inf"))
         allowed = tl.sum(tl.load(ints + row * 2 * S + S + splits, real, 0), 0)
         token = _draw(
-            logits + row * V, token_mask + row * W, candidates + row * CANDIDATES, largest, tl.min(least, 0), allowed,
-            heat.to(tl.float64), tl.load(top_p + row), tl.load(top_k + row), tl.load(seeds + row),
-            tl.load(positions + row), thresholds + row * K, masses + row * S * (K + 2), counts + row * S * K,
-            V, S, S2, K, CHUNK, READ, CANDIDATES,
+            logits + row * V, token_mask + row * W, candidates + row * 2 * CANDIDATES, tl.load(lengths + row), largest,
+            tl.min(least, 0), allowed, heat.to(tl.float64), tl.load(top_p + row), tl.load(top_k + row),
+            _uniform(tl.load(seeds + row), tl.load(positions + row)), thresholds + row * K,
+            masses + row * S * (K + 2), counts + row * S * K, V, S, S2, K, CHUNK, READ, CANDIDATES,
         )  # fmt: skip
-    scaled = tl.where(real & (raw > float("-inf")), sums * tl.exp(raw - peak), 0.0)
-    chosen = tl.load(logits + row * V + tl.minimum(token, V - 1))
-    logprob = chosen - peak - tl.log(tl.sum(scaled, 0))
+    logprob = tl.load(logits + row * V + tl.minimum(token, V - 1)) - total
     tl.store(tokens + row, tl.where(sound, token, -1))
     tl.store(logprobs + row, tl.where(sound, logprob, float("nan")))
 
 
 @triton.jit
 def _draw(
-    logits, token_mask, candidates, largest, least, allowed, heat, top_p, top_k, seed, position, thresholds, masses,
+    logits, token_mask, candidates, length, largest, least, allowed, heat, top_p, top_k, uniform, thresholds, masses,
     counts, V: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr,
     READ: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """Three searches for the first token whose cumulative sum exceeds a goal: top_k's by number, top_p's and the draw's by
     mass. The first two give the mass that is kept."""
-    splits = tl.arange(0, S2)
+    splits, at = tl.arange(0, S2), tl.arange(0, CANDIDATES)
     kept = tl.sum(tl.load(masses + splits * (K + 2) + K, splits < S, 0), 0)
     above = tl.sum(tl.load(masses + splits * (K + 2) + K + 1, splits < S, 0), 0)
-    zero = position * 0
-    word, _, _, _ = tl.philox(seed, position, zero, zero, zero)
-    uniform = (word >> 8).to(tl.float64) * (1.0 / (1 << 24))
-
+    whole = length <= CANDIDATES
+    keys = tl.load(candidates + at, whole & (at < length), LOWEST)
     found, rank = kept * 0, kept * 0
     for stage in range(3):
         by_count = stage == 0
-        wanted = tl.where(stage == 1, top_p.to(tl.float64), uniform) * kept.to(tl.float64)
-        goal = wanted.to(tl.int64)
-        # top_p asks for a sum of at least so much, the draw for more than so much.
-        goal = tl.where((stage == 1) & (goal.to(tl.float64) >= wanted), goal - 1, goal)
-        goal = tl.where(by_count, (top_k - 1).to(tl.int64), goal)
+        goal = _goal(stage, kept, top_p, top_k, uniform)
         if tl.where(by_count, (top_k > 0) & (top_k < allowed), (stage == 2) | (top_p < 1.0)):
             found, rank, mass = _search(
-                logits, token_mask, candidates, largest, least, allowed, heat, goal, by_count, thresholds, masses,
-                counts, V, S, S2, K, CHUNK, READ, CANDIDATES,
+                logits, token_mask, candidates, keys, whole, largest, least, allowed, heat, goal, by_count, thresholds,
+                masses, counts, V, S, S2, K, CHUNK, READ, CANDIDATES,
             )  # fmt: skip
             kept = tl.minimum(kept, mass)
         if stage == 1:
             kept = tl.minimum(kept, above)
-    return _nth(logits, token_mask, found.to(tl.int32), rank, V, READ)
+    key = found.to(tl.int32)
+    if whole:
+        same = keys == key
+        order = tl.cumsum(same.to(tl.int32), 0)
+        indices = tl.load(candidates + CANDIDATES + at, at < length, V)
+        token = tl.min(tl.where(same & (order == rank), indices, V), 0)
+    else:
+        token = _nth(logits, token_mask, key, rank, V, READ)
+    return token
 
 
 @triton.jit
 def _search(
-    logits, token_mask, candidates, largest, least, allowed, heat, goal, by_count, thresholds, masses, counts,
-    V: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, READ: tl.constexpr,
-    CANDIDATES: tl.constexpr,
+    logits, token_mask, candidates, keys, whole, largest, least, allowed, heat, goal, by_count, thresholds, masses,
+    counts, V: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr,
+    READ: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """The first token, in the order of falling logits, up to which the sum of masses or numbers exceeds a goal.
 
     Its key, its place among the tokens of this key (from 1), and the mass up to it. The key lies in [low, high); the
-    sums over keys from `high` on are known.
+    sums over keys from `high` on are known. `keys` are those of all tokens in question where they are the `whole`;
+    else the row is read until a window of few enough is left, or of one key.
     """
     low, high = _key(least).to(tl.int64), _key(largest).to(tl.int64) + 1
     base_mass, base_count, upto = goal * 0, allowed * 0, allowed
-    splits, k = tl.arange(0, S2)[:, None], tl.arange(0, K)
-    keys_K = tl.load(thresholds + k)
-    mass_K = tl.sum(tl.load(masses + splits * (K + 2) + k[None, :], splits < S, 0), 0)
-    count_K = tl.sum(tl.load(counts + splits * K + k[None, :], splits < S, 0), 0)
-    low, high, base_mass, base_count, upto = _narrow(
-        low, high, base_mass, base_count, upto, goal, by_count, keys_K, mass_K, count_K
-    )
-    while (upto - base_count > CANDIDATES) & (low + 1 < high):
-        share = k.to(tl.float32) / K
-        keys = _between(_value(low.to(tl.int32)), _value((high - 1).to(tl.int32)), share).to(tl.int64)
-        # One threshold halves the keys, so that it ends whatever the logits are.
-        keys = tl.where(k == 0, low + (high - low) // 2, keys)
-        keys_K = tl.minimum(tl.maximum(keys, low + 1), high - 1).to(tl.int32)
-        mass, count = tl.zeros((K, CHUNK), tl.int64), tl.zeros((K, CHUNK), tl.int32)
-        for start in tl.range(0, V, CHUNK, num_stages=4):
-            _, values = _load(logits, token_mask, start + tl.arange(0, CHUNK), V)
-            key = tl.where(values > float("-inf"), _key(values), LOWEST)
-            key = tl.where(key < high, key, LOWEST)
-            mass, count = _add(mass, count, key, _weights(values, largest, heat), keys_K)
+    if whole:
+        upto = base_count
+    else:
+        splits, k = tl.arange(0, S2)[:, None], tl.arange(0, K)
+        keys_K = tl.load(thresholds + k)
+        mass_K = tl.sum(tl.load(masses + splits * (K + 2) + k[None, :], splits < S, 0), 0)
+        count_K = tl.sum(tl.load(counts + splits * K + k[None, :], splits < S, 0), 0)
         low, high, base_mass, base_count, upto = _narrow(
-            low, high, base_mass, base_count, upto, goal, by_count, keys_K, base_mass + tl.sum(mass, 1),
-            base_count + tl.sum(count, 1),
-        )  # fmt: skip
+            low, high, base_mass, base_count, upto, goal, by_count, keys_K, mass_K, count_K
+        )
+        while (upto - base_count > CANDIDATES) & (low + 1 < high):
+            share = k.to(tl.float32) / K
+            middles = _between(_value(low.to(tl.int32)), _value((high - 1).to(tl.int32)), share).to(tl.int64)
+            # One threshold halves the keys, so that it ends whatever the logits are.
+            middles = tl.where(k == 0, low + (high - low) // 2, middles)
+            keys_K = tl.minimum(tl.maximum(middles, low + 1), high - 1).to(tl.int32)
+            mass, count = tl.zeros((K, CHUNK), tl.int64), tl.zeros((K, CHUNK), tl.int32)
+            for start in tl.range(0, V, CHUNK, num_stages=4):
+                _, values = _load(logits, token_mask, start + tl.arange(0, CHUNK), V)
+                key = tl.where(values > float("-inf"), _key(values), LOWEST)
+                key = tl.where(key < high, key, LOWEST)
+                mass, count = _add(mass, count, key, _weights(values, largest, heat), keys_K)
+            low, high, base_mass, base_count, upto = _narrow(
+                low, high, base_mass, base_count, upto, goal, by_count, keys_K, base_mass + tl.sum(mass, 1),
+                base_count + tl.sum(count, 1),
+            )  # fmt: skip
+        if upto - base_count <= CANDIDATES:
+            keys = _gather(logits, token_mask, candidates, low, high, upto - base_count, V, READ, CANDIDATES)
     if upto - base_count <= CANDIDATES:
-        keys = _gather(logits, token_mask, candidates, low, high, upto - base_count, V, READ, CANDIDATES)
         weights = _weights(tl.where(keys > LOWEST, _value(keys), float("-inf")), largest, heat)
         while low + 1 < high:
             middle = low + (high - low) // 2
@@ -337,52 +412,34 @@ def sample_accept(tokens, drafts, accepted, R, BLOCK: tl.constexpr, PDL: tl.cons
 
 
 def lower(node: GpuNode) -> tuple[Variant, ...]:
-    """Two launches over parts of rows, one of R programs, one of a single program."""
+    """Three launches over parts of rows, one of R programs, one of a single program."""
     V, W = node.width("V"), node.width("MW")
     S, K, pdl = -(-V // SPLIT), THRESHOLDS, node.arch.has_pdl
-    rows = {name: node.at(name) for name in ("logits", "token_mask")}
-    floats, ints = node.add_scratch("floats", "float32", ("R", 4, S)), node.add_scratch("ints", "int32", ("R", 2, S))
-    sums = {
+    given = {
+        "V": V, "W": W, "S": S, "S2": triton.next_power_of_2(S), "SPLIT": SPLIT, "K": K, "CHUNK": CHUNK, "READ": READ,
+        "CANDIDATES": CANDIDATES, "PDL": pdl, "R": "R", "BLOCK": 256,
+        "floats": node.add_scratch("floats", "float32", ("R", 4, S)),
+        "ints": node.add_scratch("ints", "int32", ("R", 2, S)),
         "thresholds": node.add_scratch("thresholds", "int32", ("R", K)),
         "masses": node.add_scratch("masses", "int64", ("R", S, K + 2)),
         "counts": node.add_scratch("counts", "int32", ("R", S, K)),
-    }
-    sizes = {"V": V, "W": W, "S": S, "PDL": pdl}
-    more = {"S2": triton.next_power_of_2(S), "K": K, "CHUNK": CHUNK}
-    scan = node.triton(
-        sample_scan,
-        ("R", S),
-        {**rows, **sizes, "floats": floats, "ints": ints, "SPLIT": SPLIT},
-        num_warps=8,
-        pdl=True,
+        "candidates": node.add_scratch("candidates", "int32", ("R", 2, CANDIDATES)),
+        "lengths": node.add_scratch("lengths", "int32", ("R",)),
+        **{name: node.at(name) for name in (*node.inputs, *node.outputs)},
+    }  # fmt: skip
+
+    def launch(function: Any, grid: tuple[Any, ...], num_warps: int) -> Kernel:
+        arguments = {parameter.name: given[parameter.name] for parameter in function.params}
+        return node.triton(function, grid, arguments, num_warps=num_warps, pdl=True)
+
+    return (
+        Variant(
+            (
+                launch(sample_scan, ("R", S), 8),
+                launch(sample_coarse, ("R", S), 16),
+                launch(sample_gather, ("R", S), 16),
+                launch(sample_pick, ("R",), 8),
+                launch(sample_accept, (1,), 4),
+            )
+        ),
     )
-    coarse = node.triton(
-        sample_coarse,
-        ("R", S),
-        {
-            **rows, **sums, **sizes, **more, "floats": floats, "SPLIT": SPLIT,
-            "temperature": node.at("temperature"), "min_p": node.at("min_p"),
-        },
-        num_warps=8,
-        pdl=True,
-    )  # fmt: skip
-    limits = {n: node.at(n) for n in ("temperature", "top_p", "top_k", "min_p", "seeds", "positions")}
-    pick = node.triton(
-        sample_pick,
-        ("R",),
-        {
-            **rows, **limits, **sums, **sizes, **more, "floats": floats, "ints": ints, "tokens": node.at("tokens"),
-            "logprobs": node.at("logprobs"), "READ": READ, "CANDIDATES": CANDIDATES,
-            "candidates": node.add_scratch("candidates", "int32", ("R", CANDIDATES)),
-        },
-        num_warps=8,
-        pdl=True,
-    )  # fmt: skip
-    accept = node.triton(
-        sample_accept,
-        (1,),
-        {**{n: node.at(n) for n in ("tokens", "drafts", "accepted")}, "R": "R", "BLOCK": 256, "PDL": pdl},
-        num_warps=4,
-        pdl=True,
-    )
-    return (Variant((scan, coarse, pick, accept)),)

@@ -14,6 +14,7 @@ from dsc.plugins.schema import Type, load_op
 from dsc.runtime.steps import Kernel
 
 TESTS = Path(__file__).parents[1]
+KERNELS = ["sample_scan", "sample_coarse", "sample_gather", "sample_pick", "sample_accept"]
 PER_ROW = {
     "temperature": "float32", "top_p": "float32", "top_k": "int32", "min_p": "float32", "seeds": "int64",
     "positions": "int32", "drafts": "int32",
@@ -39,19 +40,15 @@ def test_kernels_compile_and_nothing_spills(arch: str):
     node, compiler = sample_node(arch)
     (variant,) = lower(node)
     compiler.build()
-    assert [step.entry for step in variant.steps if isinstance(step, Kernel)] == [
-        "sample_scan", "sample_coarse", "sample_pick", "sample_accept",
-    ]  # fmt: skip
-    assert {built.compiled.entry: built.resources.stack_bytes for built in compiler.built.values()} == dict.fromkeys(
-        ("sample_scan", "sample_coarse", "sample_pick", "sample_accept"), 0
-    )
+    assert [step.entry for step in variant.steps if isinstance(step, Kernel)] == KERNELS
+    assert {b.compiled.entry: b.resources.stack_bytes for b in compiler.built.values()} == dict.fromkeys(KERNELS, 0)
     assert all(step.pdl == (arch != "sm_80") for step in variant.steps if isinstance(step, Kernel))
 
 
 def test_interpreted_kernels_choose_what_the_reference_chooses():
     """In a process of its own: Triton decides once whether it interprets."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "support.sample_cases", "1"],
+        [sys.executable, "-W", "ignore", "-m", "support.sample_cases", "1", "flat", "ties", "odd"],
         env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=TESTS, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.strip() == "0 differences"
