@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ class Bench:
 
     def _decode(self, batch: int, context: int, blocks: list[list[int]], plan: Plan) -> DecodePoint:
         program, spec = self.engine.programs["main.decode"].program, self.engine.spec
-        times = [self._step(context, blocks) for _ in range(WARM_STEPS + plan.steps)][WARM_STEPS:]
+        times = self._step_times(context, blocks, WARM_STEPS + plan.steps)[WARM_STEPS:]
         draws = (self._batch(context, blocks).inputs() for _ in range(ROUTING_STEPS))
         hits = experts_hit(self.engine.backend, program, self.engine.cache.tensors, draws)
         independent = independent_hits(spec.num_experts, spec.experts_per_token, batch)
@@ -149,6 +150,24 @@ class Bench:
             nodes=[self._layer(part, floors, str) for part in timing.nodes],
             launch=timing.launch,
         )
+
+    def _step_times(self, context: int, blocks: list[list[int]], steps: int) -> list[float]:
+        """Seconds of each of some steps as the serving loop has them; the last one's context is `context`."""
+        ahead = self.engine.ahead
+        if ahead is None or not ahead.fits(len(blocks)) or context <= steps:
+            return [self._step(context, blocks) for _ in range(steps)]
+        times = [time.perf_counter()]
+
+        def take(tokens: list[int]) -> bool:
+            assert len(tokens) == len(blocks), (len(tokens), len(blocks))
+            times.append(time.perf_counter())
+            return True
+
+        inputs = self._batch(context - steps, blocks).inputs()
+        rows = self._sampling(torch.empty(len(blocks), 0))
+        del rows["logits"]
+        ahead.burst(inputs, rows, steps, take)
+        return [after - before for before, after in pairwise(times)]
 
     def _step(self, context: int, blocks: list[list[int]]) -> float:
         """Seconds of one step as a serving loop has it, greedy."""

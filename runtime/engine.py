@@ -111,6 +111,7 @@ class Engine:
         self.cache = self._make_cache(cache_tokens)
         for model in self.models.values():
             model.set_caches(self.cache.tensors)
+        self.ahead = backend.run_ahead(self.programs)
         self._loop = self._make_loop(prefix_reuse)
         self._prompts = PromptReader(
             tokenizer_dir=folder.tokenizer_dir,
@@ -299,5 +300,5 @@ class Engine:
             cache=self.cache,
             scheduler=Scheduler(self.cache.pool, block_tokens, limits.batch_tokens, limits.sequences, prefix_reuse),
             builder=BatchBuilder(limits.batch_tokens, limits.sequences, block_tokens),
-            ahead=self.backend.run_ahead(self.programs),
+            ahead=self.ahead,
         )
