@@ -6,6 +6,7 @@ what was made. A source's key covers all that its cubin depends on, so a cached 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.resources
@@ -56,10 +57,15 @@ class CubinCompiler:
 
     def build(self, advance: Callable[[int], None] = lambda _: None) -> None:
         """Compile what was asked for and is not there yet. Raises DscError with the compiler's words."""
-        todo = [source for source in self.wanted if source not in self.built]
+        todo = []
+        for source in self.wanted:
+            found = self.built.get(source) or _recall(source, self.arch, self.cache)
+            if found is not None:
+                self.built[source] = found
+            else:
+                todo.append(source)
+        advance(len(self.wanted) - len(todo))
         self.wanted.clear()
-        if not todo:
-            return
         workers = min(len(todo) // 4, os.cpu_count() or 1)  # a worker imports Triton first: not worth it for a few
         if workers < 2:
             for source in todo:
@@ -85,19 +91,31 @@ class CubinCompiler:
 
 def build_one(source: Source, arch: Arch, cache: Path) -> Built:
     """Compile one source, or take it from the cache."""
-    key = hashlib.sha256(json.dumps(_identity(source, arch), sort_keys=True).encode()).hexdigest()
-    place = cache / "cubins" / key
+    found = _recall(source, arch, cache)
+    if found is not None:
+        return found
+    made, cubin = _triton(source, arch) if isinstance(source, TritonSource) else _nvcc(source, arch)
+    key = _key(source, arch)
+    compiled = Compiled(f"kernels/sm{arch.capability}_{made.entry}-{key[:10]}.cubin", **_without_name(made))
+    built = Built(compiled, cubin, read_resources(cubin, made.entry))
+    _remember(cache / "cubins" / key, built)
+    return built
+
+
+def _key(source: Source, arch: Arch) -> str:
+    return hashlib.sha256(json.dumps(_identity(source, arch), sort_keys=True).encode()).hexdigest()
+
+
+def _recall(source: Source, arch: Arch, cache: Path) -> Built | None:
+    """What the cache has; None where that is nothing, or damaged."""
+    place = cache / "cubins" / _key(source, arch)
     try:
         facts, cubin = json.loads((place / "facts.json").read_text()), (place / "cubin").read_bytes()
         if hashlib.sha256(cubin).hexdigest() == facts["sha256"]:
             return Built(Compiled(**facts["compiled"]), cubin, Resources(**facts["resources"]))
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # not there, or damaged: made again
-    made, cubin = _triton(source, arch) if isinstance(source, TritonSource) else _nvcc(source, arch)
-    compiled = Compiled(f"kernels/sm{arch.capability}_{made.entry}-{key[:10]}.cubin", **_without_name(made))
-    built = Built(compiled, cubin, read_resources(cubin, made.entry))
-    _remember(place, built)
-    return built
+        pass
+    return None
 
 
 def _without_name(made: Compiled) -> dict[str, Any]:
@@ -129,7 +147,7 @@ def _identity(source: Source, arch: Arch) -> dict[str, Any]:
         facts["triton"] = _triton_module().__version__
         facts["code"] = _function(source).cache_key
     else:
-        facts["nvcc"] = subprocess.run([_find_nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
+        facts["nvcc"] = _nvcc_version()
         folder = importlib.resources.files(source.module.rpartition(".")[0])
         facts["code"] = {f.name: f.read_text() for f in folder.iterdir() if f.name.endswith((".cu", ".cuh"))}
     return facts
@@ -175,6 +193,11 @@ def _triton(source: TritonSource, arch: Arch) -> tuple[Compiled, bytes]:
         Compiled("", facts.name, 32 * facts.num_warps, facts.shared, hidden=parameters - len(source.signature)),
         kernel.asm["cubin"],
     )
+
+
+@functools.cache
+def _nvcc_version() -> str:
+    return subprocess.run([_find_nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
 
 
 def _find_nvcc() -> str:
