@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from support.random_weights import FORMATS, random_weight
@@ -13,11 +15,15 @@ from dsc.plugins.stored import StoredWeight
 pytestmark = pytest.mark.gpu
 
 E, K = 16, 4
-STREAMED = (256, 384, 256)  # D, F, F of the shared expert: whole blocks of 128
+# D, F, F of the shared expert. With fp8 wide: there, what differs by a rounding may become another code, which shows in
+# a narrow row.
+STREAMED = (512, 1024, 640)  # whole blocks of 128
 ODD = (192, 160, 96)
+ODD_FP8 = (448, 1056, 608)
 TOKENS = (1, 2, 3, 40, 129)  # each in another variant
 
 
+@functools.lru_cache(2)
 def weights_of(format_: str, shared: str, sizes: tuple[int, int, int]) -> dict[str, StoredWeight | None]:
     d, f, fs = sizes
     g = torch.Generator().manual_seed(len(format_) + d)
@@ -65,7 +71,7 @@ def test_streamed_widths(format_: str, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("format_", [f for f in FORMATS if f not in ("wint4:64", "wint4:128")])
 def test_odd_widths(format_: str, tokens: int) -> None:
-    check(format_, "", ODD, torch.bfloat16, tokens)
+    check(format_, "", ODD_FP8 if format_.startswith("fp8") else ODD, torch.bfloat16, tokens)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 129])
