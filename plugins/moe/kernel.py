@@ -30,13 +30,16 @@ FEW: dict[str, tuple[Few, ...]] = {
 
 @dataclass(frozen=True)
 class Tile:
-    """A Triton program: `tokens` x `rows`; `swap`: rows are the first side of the dot."""
+    """A Triton program: `tokens` x `rows`; `swap`: rows are the first side of the dot; `block_k` columns a step, of weights
+    that have no groups.
+    """
 
     tokens: int
     rows: int
     swap: bool
     warps: int
     stages: int
+    block_k: int = 0
 
 
 _SIZES = (16, 64, 128)  # of Triton's tiles
@@ -48,7 +51,7 @@ TILES: dict[str, tuple[Tile, ...]] = {
     "wint4:32": (_SMALL, _MIDDLE),
     "wint4:64": (_SMALL, _MIDDLE),
     "wint4:128": (_SMALL, _MIDDLE, Tile(128, 64, True, 8, 3)),
-    "bf16": (_SMALL, _MIDDLE, Tile(128, 128, True, 8, 3)),
+    "bf16": (_SMALL, _MIDDLE, Tile(128, 128, True, 8, 4, 64)),
 }
 
 
@@ -126,6 +129,7 @@ class _Set:
     def _common(self, name: str, columns: int, math: str) -> dict[str, object]:
         node, format_ = self.work.node, self.work.node.format(name)
         routed = self.experts.routed
+        free = self.tile.block_k and format_.kind in ("bf16", "wint8")
         return {
             "tiles": self.work.tiles if routed else None,
             "order": self.work.order if routed else None,
@@ -137,7 +141,7 @@ class _Set:
             "GROUP": format_.group,
             "MATH": math,
             "SWAP": self.tile.swap,
-            "BLOCK_K": block_k(format_, math, columns),
+            "BLOCK_K": self.tile.block_k if free else block_k(format_, math, columns),
             "BM": self.tile.tokens,
             "BN": self.tile.rows,
             "PDL": node.arch.has_pdl,
