@@ -333,7 +333,7 @@ def _product_fp32(
             if KIND == "fp8":
                 block = k0 // 128
                 w_scale = tl.load(w_scales + (w_rows // 128) * ((K + 128 - 1) // 128) + block)
-                x_scale = tl.load(x_scales + block.to(tl.int64) * x_scales_step + x_rows, x_inside, 0.0)
+                x_scale = tl.load(x_scales + tl.cast(block, tl.int64) * x_scales_step + x_rows, x_inside, 0.0)
                 xs = decode_e4m3(xs, "fp32") * (x_scale[None, :] if SWAP else x_scale[:, None])
                 ws = decode_e4m3(ws, "fp32") * (w_scale[:, None] if SWAP else w_scale[None, :])
             sums = _dot(xs.to(tl.float32), ws.to(tl.float32), sums, SWAP)
@@ -341,25 +341,6 @@ def _product_fp32(
         scales = tl.load(w_scales + w_rows).to(tl.float32)
         sums *= scales[:, None] if SWAP else scales[None, :]
     return sums
-
-
-@triton.jit
-def prefetch_rows(w, rows, begin, K: tl.constexpr, KIND: tl.constexpr, BYTES: tl.constexpr):
-    """Fetch `BYTES` of every row from column `begin` on into the L2: before a kernel may read what its predecessor writes."""
-    if KIND == "wint4":
-        PITCH: tl.constexpr = K // 2
-        first = begin // 2
-    elif KIND == "bf16":
-        PITCH: tl.constexpr = 2 * K
-        first = begin * 2
-    else:
-        PITCH: tl.constexpr = K
-        first = begin
-    at = tl.minimum(first + tl.arange(0, BYTES // 128) * 128, PITCH - 1)
-    address = w.to(tl.int64, bitcast=True) + rows.to(tl.int64)[:, None] * PITCH + at[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 def math_of(format_: Format, activations: str, arch: Arch) -> str:

@@ -14,13 +14,17 @@ import triton
 import triton.language as tl
 
 from dsc.plugins.formats import Format
-from dsc.plugins.gpu_node import Arch, GpuNode, Typed
+from dsc.plugins.gpu_node import GpuNode, Typed
+from dsc.plugins.linear import few_tokens, sm90_many_tokens
+from dsc.plugins.linear.few_tokens import Few
+from dsc.plugins.linear.sm90_many_tokens import Many
 from dsc.plugins.triton_activations import quantize
-from dsc.plugins.triton_weights import block_k, codes, decode_bytes, decode_nibbles, math_of, prefetch_rows, product
+from dsc.plugins.triton_weights import block_k, codes, decode_bytes, decode_nibbles, math_of, product
 from dsc.runtime.steps import Gemm, Kernel, Matrix, Step, Variant
 
 SMS = {80: 108, 90: 132, 100: 148}  # of the usual chip of an architecture: how often K is split aims at these
 SPLIT_TOKENS = 256  # more of them fill the chip without splits
+CLUSTERS = (1, 2, 4, 8)
 FIXED_STEPS = 6  # what a program costs before and after its loop, in steps of the loop
 DEQUANTIZE_TOKENS = 1024  # from here on, integer codes become bfloat16 once and cuBLAS multiplies
 DEQUANTIZE_BLOCK = 4096
@@ -47,7 +51,6 @@ def linear(
     BM: tl.constexpr,
     BN: tl.constexpr,
     SPLITS: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """y[t] = W x[t or rows[t]], one tile of BM tokens and BN rows of W; the second grid axis splits K."""
@@ -58,8 +61,6 @@ def linear(
     end = tl.minimum((split + 1) * STEPS // SPLITS * BLOCK_K, K)
     w_rows = n * BN + tl.arange(0, BN)
     valid_rows = w_rows if N % BN == 0 else tl.minimum(w_rows, N - 1)
-    if PREFETCH > 0:
-        prefetch_rows(w, valid_rows, begin, K, KIND, PREFETCH)
     if PDL:
         tl.extra.cuda.gdc_wait()
     t = m * BM + tl.arange(0, BM)
@@ -127,7 +128,6 @@ class Tile:
     """How a kernel goes about it. `tokens` x `rows` of the result a program; `swap`: rows are the first side of the dot.
 
     programs   that fit on a multiprocessor at a time: K is split to fill them
-    prefetch   bytes of every weight row fetched to the L2 before the previous kernel ends
     splits     of K; 0: chosen from the weight's size
     """
 
@@ -138,51 +138,62 @@ class Tile:
     stages: int = 4
     programs: int = 2
     block_k: int = 0
-    prefetch: int = 512
     splits: int = 0
 
 
-FLOAT32 = ((16, Tile(16, 64, False, stages=2)), (0, Tile(64, 64, False, warps=8, stages=2)))
-# By the weight's kind, for bfloat16 activations: (most tokens, tile); 0 tokens: any number.
-TILES: dict[str, tuple[tuple[int, Tile], ...]] = {
+@dataclass(frozen=True)
+class Gemm16:
+    """cuBLAS in bfloat16, after integer codes were dequantized."""
+
+
+Way = Tile | Few | Many | Gemm16
+Plan = tuple[int, Way]  # the most tokens that a way serves (0: any number), ascending
+
+FLOAT32: tuple[Plan, ...] = ((16, Tile(16, 64, False, stages=2)), (0, Tile(64, 64, False, warps=8, stages=2)))
+# For bfloat16 activations, by the weight's kind: what serves every format and width.
+TILES: dict[str, tuple[Plan, ...]] = {
     "bf16": ((16, Tile(16, 64, True, stages=5, block_k=128)), (0, Tile(64, 128, True, block_k=64))),
     "fp8": (
-        (16, Tile(16, 128, True, stages=5)),
+        (16, Tile(16, 64, True, stages=6, programs=4)),
         (32, Tile(32, 128, True)),
-        (64, Tile(64, 128, False)),
-        (256, Tile(128, 128, False, warps=8, programs=1)),
+        (64, Tile(64, 64, True, programs=3)),
+        (256, Tile(128, 64, False)),
         (0, Tile(128, 128, False, warps=8, programs=1)),
     ),
     "wint8": (
         (8, Tile(8, 128, True)),
         (16, Tile(16, 128, False)),
         (64, Tile(64, 64, True, stages=3)),
-        (256, Tile(128, 128, True, warps=8, stages=3, programs=1)),
-        (0, Tile(128, 128, True, warps=8, stages=3, programs=1)),
+        (256, Tile(128, 128, False, warps=8, stages=3, programs=1)),
+        (0, Tile(128, 128, False, warps=8, stages=3, programs=1)),
     ),
     "wint4": (
-        (8, Tile(8, 128, True, stages=5)),
+        (8, Tile(8, 64, True, stages=6, programs=4)),
         (16, Tile(16, 128, False, stages=5)),
-        (64, Tile(64, 128, True, warps=8)),
+        (64, Tile(64, 128, False, stages=3)),
         (256, Tile(128, 128, True, warps=8, stages=3, programs=1)),
         (0, Tile(128, 128, True, warps=8, stages=3, programs=1)),
     ),
 }
-
-
-def tiles_for(format_: Format, math: str) -> tuple[tuple[int, Tile], ...]:
-    """Tiles by the most tokens that they serve, ascending."""
-    return FLOAT32 if math == "fp32" else TILES[format_.kind]
-
-
-def splits_of(tile: Tile, tiles: int, steps: int, arch: Arch) -> int:
-    """Into how many parts K is split: what makes the fewest steps one after another, a program's fixed cost counted."""
-    slots = SMS[arch.capability] * tile.programs
-
-    def length(splits: int) -> int:
-        return -(-tiles * splits // slots) * (-(-steps // splits) + FIXED_STEPS)
-
-    return min(range(1, max(2, min(16, steps // 4) + 1)), key=length)
+# Without wgmma (before and after Hopper) tiles are smaller, so that their sums stay in registers.
+TILES_MMA: dict[str, tuple[Plan, ...]] = {
+    **TILES,
+    "fp8": ((16, Tile(16, 128, True)), (0, Tile(64, 128, False, warps=8, stages=3))),
+    "wint4": (
+        (8, Tile(8, 64, True)),
+        (16, Tile(16, 64, False)),
+        (0, Tile(64, 128, False, warps=8, stages=3)),
+    ),
+}
+# What is faster where it applies.
+FEW: dict[str, tuple[Few, ...]] = {
+    "wint8": (Few(4, 8, 1, 4, 4, 2), Few(8, 8, 1, 4, 4, 2), Few(16, 8, 2, 4, 2)),
+    "wint4": (Few(4, 8, 1, 6, 4, 2), Few(8, 8, 1, 6, 4, 2), Few(16, 8, 2, 6, 2)),
+}
+MANY: dict[str, tuple[tuple[int, Many], ...]] = {
+    "wint8": ((64, Many(64, 2, 4, 3)), (0, Many(128, 2, 3, 2))),
+    "wint4": ((64, Many(64, 2, 6, 4)), (0, Many(128, 2, 5, 3))),
+}
 
 
 def multiply(node: GpuNode, x: str, w: str, y: str, count: str = "T", rows: str = "") -> tuple[Variant, ...]:
@@ -193,20 +204,49 @@ def multiply(node: GpuNode, x: str, w: str, y: str, count: str = "T", rows: str 
     rows      operand that names the rows of x to take; "" for all in order
     """
     job = _Job.of(node, x, w, y, count, rows)
-    before: list[Step] = []
-    if job.format.kind == "fp8":
-        before, job = job.quantize()
-    plans = tiles_for(job.format, job.math)
-    last = job.large()
-    if last:
-        bound = 0 if job.format.kind == "bf16" else DEQUANTIZE_TOKENS - 1
-        plans = (*plans[:-1], (bound, plans[-1][1])) if bound else plans[:-1]
-    steps = job.launches(plans)
-    variants = [
-        Variant((*before, step), f"{count} <= {most}" if most else "")
-        for (most, _), step in zip(plans, steps, strict=True)
-    ]
-    return (*variants, *([Variant(tuple(last))] if last else []))
+    plans = _needed(job.plans(), node.bounds.get(count, 0))
+    parts, arrivals = job.scratch(plans)
+    before: dict[type[Way], tuple[Step, _Job]] = {}
+    variants = []
+    for most, way in plans:
+        steps: list[Step] = []
+        at = job
+        kind = type(way)
+        if (kind is Tile and job.format.kind == "fp8") or kind is Many:
+            if kind not in before:
+                before[kind] = job.quantize() if kind is Tile else job.permute()
+            step, at = before[kind]
+            steps.append(step)
+        if isinstance(way, Tile):
+            steps.append(at.tile(way, at.splits(most, way), parts, arrivals))
+        elif isinstance(way, Few):
+            steps.append(at.few(way, parts, arrivals))
+        elif isinstance(way, Many):
+            steps.append(at.many(way, most))
+        else:
+            steps += at.gemm()
+        variants.append(Variant(tuple(steps), f"{count} <= {most}" if most else ""))
+    return tuple(variants)
+
+
+def _needed(plans: Sequence[Plan], bound: int) -> list[Plan]:
+    """The plans that steps of at most `bound` tokens (0: unknown) come to, the last one for any number."""
+    needed = []
+    for most, way in plans:
+        last = most == 0 or 0 < bound <= most
+        needed.append((0 if last else most, way))
+        if last:
+            break
+    return needed
+
+
+def splits_of(slots: int, tiles: int, steps: int, choices: Sequence[int]) -> int:
+    """Into how many parts K is split: what makes the fewest steps one after another, a program's fixed cost counted."""
+
+    def length(splits: int) -> int:
+        return -(-tiles * splits // slots) * (-(-steps // splits) + FIXED_STEPS)
+
+    return min(choices, key=length)
 
 
 @dataclass(frozen=True)
@@ -234,33 +274,101 @@ class _Job:
         math = math_of(format_, typed.dtype, node.arch)
         return _Job(node, format_, math, typed, None, rows_at, w, node.at(y), count, n, k)
 
-    def quantize(self) -> tuple[list[Step], _Job]:
+    def plans(self) -> list[Plan]:
+        """What serves which number of tokens; the last one any number."""
+        kind, plans = self.format.kind, list[Plan]()
+        if self.math == "fp32":
+            return [*FLOAT32]
+        if few_tokens.applies(self.format, self.x.dtype, self.k):
+            plans += [(few.tokens, few) for few in FEW[kind]]
+        if sm90_many_tokens.applies(self.format, self.x.dtype, (self.n, self.k), self.node.arch):
+            plans += MANY[kind]
+        else:
+            tiles = (TILES if self.node.arch.name == "sm_90a" else TILES_MMA)[kind]
+            plans += [plan for plan in tiles if plan[0] == 0 or not plans or plan[0] > plans[-1][0]]
+        if self.format.kind != "fp8" and self.rows is None and self.y.dtype == "bfloat16":
+            plans[-1:] = [] if kind == "bf16" else [(DEQUANTIZE_TOKENS - 1, plans[-1][1])]
+            plans.append((0, Gemm16()))
+        return plans
+
+    def quantize(self) -> tuple[Step, _Job]:
         """The step that quantizes the activations, and the job on their codes."""
         step, made, scales = quantize(
             self.node, self.x, self.k, self.count, ue8m0=self.format.ue8m0, rows=self.rows, name=self.w
         )
-        return [step], replace(self, x=codes(made, self.format, self.math), x_scales=scales, rows=None)
+        return step, replace(self, x=codes(made, self.format, self.math), x_scales=scales, rows=None)
 
-    def launches(self, plans: Sequence[tuple[int, Tile]]) -> list[Kernel]:
-        """One launch for each (most tokens, tile). Parts of a split K share one scratch."""
-        splits = [self._splits(most, tile) for most, tile in plans]
-        cells, most_tiles = 0, 0
-        for (most, tile), count in zip(plans, splits, strict=True):
-            if count > 1:
-                tiles = -(-self.n // tile.rows) * -(-most // tile.tokens)
-                cells, most_tiles = max(cells, tiles * tile.tokens * tile.rows * count), max(most_tiles, tiles)
-        parts = self.node.add_scratch(f"{self.w}.parts", "float32", (cells,)) if cells else None
-        arrivals = self.node.add_zeroed(f"{self.w}.arrivals", "int32", (most_tiles,)) if cells else None
-        return [self._launch(tile, count, parts, arrivals) for (_, tile), count in zip(plans, splits, strict=True)]
+    def permute(self) -> tuple[Step, _Job]:
+        """The step that permutes the activations' columns, and the job on them."""
+        step, x = sm90_many_tokens.permute(self.node, self.format, self.x, self.rows, self.count, self.k, self.w)
+        return step, replace(self, x=x, rows=None)
 
-    def _splits(self, most: int, tile: Tile) -> int:
-        if not 0 < most <= SPLIT_TOKENS:
-            return 1
+    def splits(self, most: int, tile: Tile) -> int:
+        """Into how many parts a tile's launch for at most so many tokens splits K."""
+        if tile.splits or not 0 < (most := most or self.node.bounds.get(self.count, 0)) <= SPLIT_TOKENS:
+            return tile.splits or 1
         steps = -(-self.k // (tile.block_k or block_k(self.format, self.math, self.k)))
-        tiles = -(-self.n // tile.rows) * -(-most // tile.tokens)
-        return tile.splits or splits_of(tile, tiles, steps, self.node.arch)
+        slots = SMS[self.node.arch.capability] * tile.programs
+        return splits_of(slots, self._tiles(most, tile), steps, range(1, max(2, min(16, steps // 4) + 1)))
 
-    def _launch(self, tile: Tile, splits: int, parts: Typed | None, arrivals: Typed | None) -> Kernel:
+    def _tiles(self, most: int, way: Tile | Many) -> int:
+        return -(-self.n // way.rows) * -(-most // way.tokens)
+
+    def scratch(self, plans: Sequence[Plan]) -> tuple[Typed | None, Typed | None]:
+        """Memory for parts of sums, and counters of those that are there: every variant's in the same place."""
+        cells, counters = 0, 0
+        for most, way in plans:
+            if isinstance(way, Few):
+                more, tiles = few_tokens.scratch_sizes(way, self.n)
+                cells, counters = max(cells, more), max(counters, tiles)
+            elif isinstance(way, Tile) and (splits := self.splits(most, way)) > 1:
+                tiles = self._tiles(most or self.node.bounds[self.count], way)
+                cells, counters = max(cells, tiles * way.tokens * way.rows * splits), max(counters, tiles)
+        if not cells:
+            return None, None
+        parts = self.node.add_scratch(f"{self.w}.parts", "float32", (cells,))
+        return parts, self.node.add_zeroed(f"{self.w}.arrivals", "int32", (counters,))
+
+    def few(self, few: Few, parts: Typed | None, arrivals: Typed | None) -> Kernel:
+        """The launch for at most `few.tokens`."""
+        assert parts is not None, self.w
+        assert arrivals is not None, self.w
+        return few_tokens.launch(
+            self.node,
+            __name__,
+            few,
+            self.format,
+            x=self.x,
+            rows=self.rows,
+            w=self.node.at(self.w),
+            scales=self.node.maybe(f"{self.w}.scales"),
+            y=self.y,
+            parts=parts,
+            arrivals=arrivals,
+            count=self.count,
+            shape=(self.n, self.k),
+        )
+
+    def many(self, many: Many, most: int) -> Kernel:
+        """The launch on permuted activations, for at most so many tokens."""
+        if not many.splits:
+            tiles = self._tiles(most or self.node.bounds.get(self.count, 0) or SPLIT_TOKENS, many)
+            many = replace(many, splits=splits_of(SMS[90], tiles, self.k // 128, CLUSTERS))
+        return sm90_many_tokens.launch(
+            self.node,
+            __name__,
+            many,
+            self.format,
+            x=self.x,
+            w=self.node.at(self.w),
+            scales=self.node.maybe(f"{self.w}.scales"),
+            y=self.y,
+            count=self.count,
+            shape=(self.n, self.k),
+        )
+
+    def tile(self, tile: Tile, splits: int, parts: Typed | None, arrivals: Typed | None) -> Kernel:
+        """The launch of the Triton kernel with such a tile."""
         arch = self.node.arch
         return self.node.triton(
             linear,
@@ -285,7 +393,6 @@ class _Job:
                 "BM": tile.tokens,
                 "BN": tile.rows,
                 "SPLITS": splits,
-                "PREFETCH": tile.prefetch if arch.has_pdl else 0,
                 "PDL": arch.has_pdl,
             },
             num_warps=tile.warps,
@@ -293,10 +400,8 @@ class _Job:
             pdl=True,
         )
 
-    def large(self) -> list[Step]:
-        """Steps for any number of tokens through cuBLAS; none where it has no such product."""
-        if self.math != "bf16" or self.format.kind == "fp8" or self.rows or self.y.dtype != "bfloat16":
-            return []
+    def gemm(self) -> list[Step]:
+        """Steps for any number of tokens through cuBLAS."""
         steps: list[Step] = []
         weight = self.node.at(self.w)
         if self.format.kind != "bf16":
