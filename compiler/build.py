@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import os
+import hashlib
+import inspect
+import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dsc.compiler import convert, evaluate, float8, quantize, random_numbers, tables
 from dsc.compiler.checkpoint import Checkpoint
 from dsc.compiler.config import read_config
-from dsc.compiler.emit import emit, gather, place
-from dsc.compiler.engine_writer import EngineContents, weight_bytes, write_engine
+from dsc.compiler.emission_plan import EmissionPlan, plan_emission
+from dsc.compiler.emit import emit, gather, place, remaining_bytes, threads_for
+from dsc.compiler.engine_writer import EngineContents, toolchain, weight_bytes, write_engine
 from dsc.compiler.fit import check_fit
 from dsc.compiler.graphs import make_graphs
 from dsc.compiler.hub import find_model
@@ -27,6 +33,8 @@ from dsc.runtime.errors import DscError, raise_all
 from dsc.runtime.tokenizer import Tokenizer
 
 AnyCheckpoint = Checkpoint | RandomCheckpoint
+# A build is not gone on with after one of these changed: the same weights could become other bytes.
+MAKERS_OF_BYTES = (convert, evaluate, float8, quantize, random_numbers, tables)
 
 
 @dataclass(frozen=True)
@@ -82,14 +90,16 @@ def compile_engine(
     dump: Path | None = None,
     download: bool = False,
     random: RandomWeights | None = None,
+    max_ram: int | None = None,
     progress: Progress | None = None,
 ) -> Built:
-    """Build an engine.
+    """Build an engine, or go on with a build of it that was cut short.
 
     model     checkpoint folder or Hugging Face name instead of the recipe's; `download` fetches what is not here
     output    the engine's folder, default ./<recipe>.engine
     dump      folder for the graphs' text after each pass that changed them
     random    weights made up instead of read: of the model only config.json is needed
+    max_ram   bytes of memory to keep to, mapped files included; without it a quarter of the machine, or what it takes
     raises    DscError for every user's mistake; nothing half-written stands at `output` then
     """
     begin = time.monotonic()
@@ -111,20 +121,24 @@ def compile_engine(
     if random is not None:
         ledger = Ledger(())  # it balanced; of tensors that never were there is nothing to report
     notes = (*checkpoint.notes, *told, *report.notes())
-    progress.step("kernels")
-    target.prepare([lower(graph, onnx_sha256="") for graph in graphs])
+    plan = plan_emission(weights, position=checkpoint.position, store=checkpoint.store)
+    threads = threads_for(plan, max_ram)
     total = weight_bytes(graphs)
-    progress.step("weights", total)
-    with Staging(output or Path(f"{recipe.name}.engine"), total) as stage:
-        emission = emit(
-            weights,
-            checkpoint.read,
-            stage.folder,
-            position=checkpoint.position,
-            store=checkpoint.store,
-            threads=os.cpu_count() or 1,
-            advance=progress.advance,
-        )
+    with _staging(output, recipe, checkpoint, plan, progress) as stage:
+        progress.step("kernels")
+        target.prepare([lower(graph, onnx_sha256="") for graph in graphs])
+        progress.step("weights", remaining_bytes(plan, stage.journal))
+        with stage.discarding():
+            emission = emit(
+                plan,
+                checkpoint.read,
+                stage.folder,
+                expect=checkpoint.expect,
+                threads=threads,
+                journal=stage.journal,
+                advance=progress.advance,
+            )
+            checkpoint.check_unchanged()
         place(graphs, emission.placements)
         progress.step("engine")
         contents = EngineContents(checkpoint.spec, recipe, graphs, emission, report, ledger, checkpoint.folder, notes)
@@ -132,6 +146,34 @@ def compile_engine(
         stage.commit()
     sizes = checkpoint.files()
     return Built(stage.target, sum(sizes.values()), total, time.monotonic() - begin, _fusions(report), notes)
+
+
+@contextmanager
+def _staging(
+    output: Path | None, recipe: Recipe, checkpoint: AnyCheckpoint, plan: EmissionPlan, progress: Progress
+) -> Iterator[Staging]:
+    """The folder to build in. What an earlier build left in it, or this one leaves when it fails, is told."""
+    identity = {
+        "the recipe": _sha256(json.dumps(recipe.to_json(), sort_keys=True)),
+        "config.json": _sha256(repr(checkpoint.spec)),
+        "dsc or its packages": _sha256(repr(toolchain()) + "".join(map(inspect.getsource, MAKERS_OF_BYTES))),
+        "weights": plan.identity,
+        **checkpoint.identity(),
+    }
+    stage = Staging(output or Path(f"{recipe.name}.engine"), plan.file_bytes, identity)
+    try:
+        with stage:
+            if told := stage.resumed():
+                progress.tell(f"note: {told}")
+            yield stage
+    except BaseException:
+        if stage.kept:
+            progress.tell(f"note: what is done is kept in {stage.folder}: the same command goes on from there")
+        raise
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def check_buildable(recipe: Recipe) -> Target:

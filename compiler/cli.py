@@ -58,6 +58,7 @@ def main() -> None:
 )
 @click.option("--layers", type=int, help="Random weights: keep this many decoder layers, dense ones first.")
 @click.option("--mtp", is_flag=True, help="Random weights: keep the MTP layer of a model cut by --layers.")
+@click.option("--max-ram", help="Memory to keep to, such as 2GB. Default: a quarter of the machine.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was built as JSON.")
 def compile_(
     recipe: str,
@@ -70,11 +71,13 @@ def compile_(
     weights: str,
     layers: int | None,
     mtp: bool,
+    max_ram: str | None,
     as_json: bool,
 ) -> None:
-    """Build an engine from a checkpoint."""
+    """Build an engine from a checkpoint, or go on with a build of it that was cut short."""
     from dsc.compiler.build import RandomWeights, compile_engine
     from dsc.compiler.progress import Progress
+    from dsc.compiler.ram import parse_bytes
     from dsc.compiler.recipe import load_recipe
 
     random = RandomWeights(layers, mtp) if weights == "random" else None
@@ -83,7 +86,14 @@ def compile_(
     loaded = load_recipe(recipe).override(target, ranks)
     with Progress(quiet=as_json) as progress:
         built = compile_engine(
-            loaded, model=model, output=output, dump=dump, download=download, random=random, progress=progress
+            loaded,
+            model=model,
+            output=output,
+            dump=dump,
+            download=download,
+            random=random,
+            max_ram=None if max_ram is None else parse_bytes(max_ram),
+            progress=progress,
         )
     click.echo(json.dumps(built.to_json(), indent=2) if as_json else built.text())
 

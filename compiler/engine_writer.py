@@ -20,7 +20,7 @@ from dsc.compiler.lower import lower
 from dsc.compiler.memory import memory_report
 from dsc.compiler.pipeline import PipelineReport
 from dsc.compiler.recipe import Recipe
-from dsc.compiler.staging import sync
+from dsc.compiler.staging import JOURNAL, sync
 from dsc.compiler.targets import Lowered, Target
 from dsc.runtime import codec
 from dsc.runtime.errors import DscError
@@ -141,11 +141,11 @@ def _copy_tokenizer(folder: Path, checkpoint: Path) -> None:
 
 
 def _file_entries(folder: Path, known: Mapping[str, str]) -> dict[str, FileEntry]:
-    """Size and hash of every file of the folder but the manifest, synced to the disk on the way."""
+    """Size and hash of every file of the folder but the manifest and the journal, synced to the disk on the way."""
     entries = {}
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         path = file.relative_to(folder).as_posix()
-        if path != NAME:
+        if path not in (NAME, JOURNAL):
             entries[path] = FileEntry(file.stat().st_size, known.get(path) or _sha256(file))
             sync(file)
     return entries
@@ -194,10 +194,15 @@ def _manifest(
         graphs=graphs,
         tensors=_tensor_entries(contents),
         files=files,
-        toolchain={name: _version(name) for name in TOOLCHAIN},
+        toolchain=toolchain(),
     )
     # Read back what will be written: a fault is found here, not by the first who loads the engine.
     return Manifest.from_json(manifest.to_json(), NAME)
+
+
+def toolchain() -> dict[str, str]:
+    """Versions of what can change an engine's bytes."""
+    return {name: _version(name) for name in TOOLCHAIN}
 
 
 def _version(package: str) -> str:

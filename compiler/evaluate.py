@@ -22,9 +22,9 @@ PIECE_ELEMENTS = 1 << 24  # one expert of R1 is 14.7 M, and stays whole
 BLOCK_ROWS = 128
 
 
-def row_blocks(shape: tuple[int, ...], elements: int = PIECE_ELEMENTS) -> Iterator[Rows]:
-    """Cut the leading axis into pieces of at most `elements`, of 128 rows or a multiple but for the last."""
-    step = max(elements // math.prod(shape[1:]) // BLOCK_ROWS, 1) * BLOCK_ROWS
+def row_blocks(shape: tuple[int, ...], elements: int = PIECE_ELEMENTS, alike: int = BLOCK_ROWS) -> Iterator[Rows]:
+    """Cut the leading axis into pieces of at most `elements`, or of `alike` rows; of a multiple of them but for the last."""
+    step = max(elements // math.prod(shape[1:]) // alike, 1) * alike
     for start in range(0, shape[0], step):
         yield start, min(start + step, shape[0])
 

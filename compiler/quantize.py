@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,7 +21,8 @@ from dsc.compiler.float8 import e4m3_to_float32
 from dsc.plugins.formats import Format
 from dsc.plugins.stored import FP8_BLOCK, FP8_MAX
 
-RUN_ELEMENTS = 1 << 17
+RUN_ELEMENTS = 1 << 18
+SAMPLED_ELEMENTS, SAMPLED_RUNS = 1 << 19, 8
 # Subnormal scales would overflow the codes, and differ with flush-to-zero.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 SUMMED_COLUMNS = 128
@@ -117,13 +118,36 @@ def quantize(x_NK: torch.Tensor, format_: Format, grid: str = "") -> Quantized:
     wint8       a row's scale = amax / 127
     wint4       groups along K. Grid "-7..7": scale = amax / 7, the extremes are codes. Grid "-8..7": scale =
                 max(max / 7.5, -min / 8.5), the smallest that leaves no value over half a step from a code. Without a
-                grid the one with the smaller squared error over the matrix is taken, "-7..7" when equal.
+                grid: see `choose_grid`.
     Scales of wint4 and wint8 are rounded to bfloat16 first, codes are computed against the rounded scale.
     raises      NotFiniteError
     """
-    if format_.kind != "wint4" or grid:
-        return _quantize(x_NK, format_, grid)
-    return min((_quantize(x_NK, format_, each) for each in GRIDS), key=lambda made: made.errors.square)
+    if format_.kind == "wint4" and not grid:
+        grid = choose_grid(x_NK.shape, format_, lambda rows: x_NK[slice(*rows)])
+    return _quantize(x_NK, format_, grid)
+
+
+def choose_grid(shape: Sequence[int], format_: Format, rows_of: Callable[[tuple[int, int]], torch.Tensor]) -> str:
+    """The wint4 grid of a matrix: the one with the smaller squared error over its sample, "-7..7" when equal.
+
+    rows_of  gives the float32 values of some rows, the first and one past the last
+    """
+    squares: dict[str, list[float]] = {grid: [] for grid in GRIDS}
+    for rows in sampled_rows(shape):
+        values = rows_of(rows)
+        for grid, found in squares.items():
+            found.append(_quantize(values, format_, grid).errors.square)
+    return min(GRIDS, key=lambda grid: math.fsum(squares[grid]))
+
+
+def sampled_rows(shape: Sequence[int]) -> list[tuple[int, int]]:
+    """The sample of a matrix [N, K]: all of up to SAMPLED_ELEMENTS, else that many in SAMPLED_RUNS runs evenly spread."""
+    rows, columns = shape
+    if rows * columns <= SAMPLED_ELEMENTS:
+        return [(0, rows)]
+    count = max(SAMPLED_ELEMENTS // SAMPLED_RUNS // columns, 1)
+    starts = sorted({(rows - count) * i // (SAMPLED_RUNS - 1) for i in range(SAMPLED_RUNS)})
+    return [(start, start + count) for start in starts]
 
 
 def _quantize(x_NK: torch.Tensor, format_: Format, grid: str) -> Quantized:

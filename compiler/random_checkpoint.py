@@ -78,6 +78,16 @@ class RandomCheckpoint:
         """No order of reading is better than another: by name."""
         return name, 0
 
+    def expect(self, name: str) -> None:
+        """Nothing is to be fetched."""
+
+    def identity(self) -> dict[str, str]:
+        """The seed; shapes are in the spec."""
+        return {"the seed": str(self._seed)}
+
+    def check_unchanged(self) -> None:
+        """Nothing can change."""
+
     def files(self) -> dict[str, int]:
         """None."""
         return {}

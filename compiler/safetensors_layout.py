@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsc.compiler.ir.weight import DTYPE_BYTES
 
 PAGE = 4096
 ALIGNMENT = 64
+OWN_FILE_BYTES = 256 << 20
 # Names of dtypes in a safetensors header.
 _NAMES = {
     "float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "int32": "I32", "int64": "I64", "uint8": "U8",
@@ -52,7 +53,9 @@ class FileLayout:
 def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]], prefix: str, file_bytes_max: int) -> list[FileLayout]:
     """Place (name, dtype, shape) in this order in files `{prefix}-00001.safetensors`, ...
 
-    file_bytes_max  of a file's data; a tensor that is larger has a file for itself
+    file_bytes_max  of a file's data
+    A tensor of OWN_FILE_BYTES or more has a file for itself: the stacked experts of a layer are written side by side, and
+    so each of their files can be hashed as it grows.
     """
     return [
         _file(f"{prefix}-{number:05d}.safetensors", slots)
@@ -65,10 +68,14 @@ def _split(tensors: Iterable[tuple[str, str, tuple[int, ...]]], file_bytes_max: 
     slots: list[Slot] = []
     end = 0
     for name, dtype, shape in tensors:
-        slot = Slot(name, dtype, shape, -(-end // ALIGNMENT) * ALIGNMENT)
+        slot = Slot(name, dtype, shape, 0)
+        if slot.nbytes >= min(OWN_FILE_BYTES, file_bytes_max):
+            yield [slot]
+            continue
+        slot = replace(slot, offset=-(-end // ALIGNMENT) * ALIGNMENT)
         if slots and slot.offset + slot.nbytes > file_bytes_max:
             yield slots
-            slots, slot = [], Slot(name, dtype, shape, 0)
+            slots, slot = [], replace(slot, offset=0)
         slots.append(slot)
         end = slot.offset + slot.nbytes
     if slots:

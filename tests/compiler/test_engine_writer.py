@@ -224,7 +224,7 @@ def build_and_wait(target, at, ready):
     if at == "weights":
         import dsc.compiler.emit as module
 
-        module._write = stop
+        module.convert = stop
     elif at == "manifest":
         import dsc.compiler.engine_writer as module
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from dsc.compiler.emission_plan import plan_emission
 from dsc.compiler.emit import emit, gather, place
 from dsc.compiler.engine_writer import EngineContents, weight_bytes, write_engine
 from dsc.compiler.ir.graph import Graph, GraphInfo, weight
@@ -94,7 +95,7 @@ def make_small_engine(target: Path, checkpoint: Path | None = None, pipeline: Pi
     graphs = make_graphs()
     ran = run_passes(graphs, [PlanMemory()])
     with Staging(target, weight_bytes(graphs)) as stage:
-        emission = emit(gather(graphs), read_source, stage.folder)
+        emission = emit(plan_emission(gather(graphs)), read_source, stage.folder)
         place(graphs, emission.placements)
         contents = EngineContents(SPEC, RECIPE, graphs, emission, pipeline or ran, LEDGER, checkpoint or stage.folder)
         write_engine(stage.folder, contents, CpuTarget())

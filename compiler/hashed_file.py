@@ -1,0 +1,117 @@
+"""A file that is hashed while it is written: its own sha256 and those of the tensors in it follow behind the writers."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from dsc.compiler.safetensors_layout import FileLayout, Slot
+
+_READ_BYTES = 1 << 20  # at a time: what is hashed twice stays in the cache in between
+
+
+class HashedFile:
+    """A file of a known layout. Pieces are written in any order, from any thread; hashing goes from the start to the end.
+
+    Bytes are read back for it: what was just written is in memory still, and what was written early waits its turn.
+    What lies in the file from an earlier build stays, and is told by `done`.
+    """
+
+    def __init__(self, path: Path, layout: FileLayout) -> None:
+        self.layout = layout
+        self.sha256 = ""
+        self.tensors: dict[str, str] = {}
+        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._whole, self._hashed = hashlib.sha256(), 0
+        self._written: dict[int, int] = {}  # ranges behind `_limit`: first byte -> one past the last
+        self._limit = 0  # everything before it is written
+        self._lock, self._hashing = threading.Lock(), threading.Lock()
+        self._spans = _spans(layout)
+        self._span = next(self._spans)
+        self._part = hashlib.sha256()
+        os.ftruncate(self._handle, layout.nbytes)
+        write_all(self._handle, memoryview(layout.header), 0)
+        self.done(0, len(layout.header))
+        for before, after in zip(layout.slots, layout.slots[1:], strict=False):
+            self.done(before.offset + before.nbytes, after.offset)  # gaps are zeros
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Put bytes into place, for good."""
+        write_all(self._handle, data, offset)
+        self.done(offset, offset + data.nbytes)
+
+    def done(self, first: int, last: int) -> None:
+        """Some bytes are what they shall be."""
+        if first < last:
+            with self._lock:
+                self._written[first] = last
+                while (end := self._written.pop(self._limit, None)) is not None:
+                    self._limit = end
+
+    def hash(self) -> bool:
+        """Hash what can be; True for the one call that comes to the end. Returns at once where another thread is at it."""
+        if self._hashed == self.layout.nbytes or not self._hashing.acquire(blocking=False):
+            return False
+        try:
+            buffer = memoryview(bytearray(min(_READ_BYTES, self.layout.nbytes)))
+            while (limit := self._limit) > self._hashed:
+                self._hash_to(limit, buffer)
+            if self._hashed == self.layout.nbytes and not self.sha256:
+                self.sha256 = self._whole.hexdigest()
+                return True
+            return False
+        finally:
+            self._hashing.release()
+
+    def sync(self) -> None:
+        """Have the written bytes reach the disk."""
+        os.fdatasync(self._handle)
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+    def _hash_to(self, limit: int, buffer: memoryview) -> None:
+        while self._hashed < limit:
+            end, slot = self._span
+            count = min(limit, end, self._hashed + len(buffer)) - self._hashed
+            piece = buffer[:count]
+            _read_all(self._handle, piece, self._hashed)
+            self._whole.update(piece)
+            if slot:
+                self._part.update(piece)
+            self._hashed += count
+            if self._hashed == end:
+                if slot:
+                    self.tensors[slot.name] = self._part.hexdigest()
+                self._span, self._part = next(self._spans, (end, None)), hashlib.sha256()
+
+
+def _spans(layout: FileLayout) -> Iterator[tuple[int, Slot | None]]:
+    """(one past the last byte, the tensor or None for what lies between tensors), from the start to the end of a file."""
+    for slot in layout.slots:
+        yield slot.offset, None
+        yield slot.offset + slot.nbytes, slot
+
+
+def write_all(handle: int, data: memoryview, offset: int) -> None:
+    """All of it: one call of the system writes no more than 2 GiB."""
+    while data.nbytes:
+        written = os.pwrite(handle, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _read_all(handle: int, out: memoryview, offset: int) -> None:
+    while out.nbytes:
+        count = os.preadv(handle, [out], offset)
+        assert count, (handle, offset, "a file being written became shorter")
+        out, offset = out[count:], offset + count
+
+
+def as_bytes(values: torch.Tensor) -> memoryview:
+    """The bytes of a tensor, in row-major order."""
+    return values.contiguous().view(-1).view(torch.uint8).numpy().data

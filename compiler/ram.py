@@ -1,0 +1,78 @@
+"""How much memory a build may take, and what this process takes now."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from dsc.runtime.errors import DscError
+
+UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
+_SLACK_BYTES = 64 << 20  # what comes and goes beside the pieces of weights
+
+
+def parse_bytes(text: str) -> int:
+    """`2GB`, `1.5 GiB`, `800MB`, `2000000000` -> bytes; raises DscError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", text.upper())
+    unit = (match[2] or "") if match else "?"
+    if match is None or unit not in UNITS:
+        raise DscError("is no amount of memory", where="--max-ram", wanted="a number of bytes, or 2GB", got=text)
+    return int(float(match[1]) * UNITS[unit])
+
+
+def machine_bytes() -> int:
+    """Memory that this process could have: the machine's, or what its cgroup leaves of it."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_cgroup_limits()]
+    return min(limits)
+
+
+def _cgroup_limits() -> list[int]:
+    """Memory limits of the cgroups that this process is in, of version 2 and of version 1."""
+    root = Path("/sys/fs/cgroup")
+    found = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        folder, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        inner = folder / path.lstrip("/")
+        for level in (inner, *inner.parents):
+            if not level.is_relative_to(folder):
+                break
+            try:
+                found.append(int((level / name).read_text()))
+            except (OSError, ValueError):  # not there, or "max"
+                continue
+    return found
+
+
+def resident_bytes() -> int:
+    """Memory of this process, pages of mapped files included."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def threads_within(max_ram: int | None, thread_bytes: int, wanted: int) -> int:
+    """How many threads of `thread_bytes` each fit beside what is there already, at most `wanted`; DscError where none does.
+
+    Without `max_ram` a quarter of the machine is kept to where that is possible.
+    """
+    there = resident_bytes() + _SLACK_BYTES
+    threads = ((machine_bytes() // 4 if max_ram is None else max_ram) - there) // thread_bytes
+    if threads < 1 and max_ram is not None:
+        need = there + thread_bytes
+        raise DscError(
+            "is too little memory for this model",
+            where="--max-ram",
+            wanted=f"{need / 1e6:,.0f} MB or more: {there / 1e6:,.0f} for the graphs, {thread_bytes / 1e6:,.0f} for weights",
+            got=f"{max_ram / 1e6:,.0f} MB",
+        )
+    return min(max(threads, 1), wanted)
