@@ -18,8 +18,8 @@ from dsc.runtime.steps import Kernel, Variant
 SPLIT = 4096  # logits of one program that reads a part of a row
 THRESHOLDS = 8
 CHUNK = 512  # logits compared with all thresholds at a time
-READ = 4096  # logits that a program reads at a time where it does little with them
-CANDIDATES = 4096  # logits that a program searches without reading them again
+CANDIDATES = 4096  # tokens at the head of a row that are searched without reading it again
+WINDOW = 2048  # tokens of a row without so short a head that are searched without reading it again, and read at a time
 FAR = tl.constexpr(31.0)  # e^-31 < 2^-44: tokens further below the largest, in units of temperature, have no weight
 ONE = tl.constexpr(float(1 << 44))
 LOWEST = tl.constexpr(-(1 << 31))
@@ -206,9 +206,10 @@ def sample_gather(
 def sample_pick(
     logits, token_mask, temperature, top_p, top_k, seeds, positions, floats, ints, thresholds, masses, counts,
     candidates, lengths, tokens, logprobs, V: tl.constexpr, W: tl.constexpr, S: tl.constexpr, S2: tl.constexpr,
-    K: tl.constexpr, CHUNK: tl.constexpr, READ: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, CANDIDATES: tl.constexpr, WHOLE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Token and logprob of one row."""
+    """Token and logprob of one row: with WHOLE of greedy rows and those whose candidates all have room, else of others."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -225,71 +226,74 @@ def sample_pick(
     scaled = tl.where(real & (raw > float("-inf")), sums * tl.exp(raw - peak), 0.0)
     total = peak + tl.log(tl.sum(scaled, 0))
     heat = tl.load(temperature + row)
-    if sound & (heat != 0.0):
+    draws = sound & (heat != 0.0)
+    length = tl.load(lengths + row, draws, 0)
+    if draws & ((length <= CANDIDATES) == WHOLE):
         least = tl.load(floats + row * 4 * S + 3 * S + splits, real, float("inf"))
         allowed = tl.sum(tl.load(ints + row * 2 * S + S + splits, real, 0), 0)
         token = _draw(
-            logits + row * V, token_mask + row * W, candidates + row * 2 * CANDIDATES, tl.load(lengths + row), largest,
+            logits + row * V, token_mask + row * W, candidates + row * 2 * CANDIDATES, length, largest,
             tl.min(least, 0), allowed, heat.to(tl.float64), tl.load(top_p + row), tl.load(top_k + row),
             _uniform(tl.load(seeds + row), tl.load(positions + row)), thresholds + row * K,
-            masses + row * S * (K + 2), counts + row * S * K, V, S, S2, K, CHUNK, READ, CANDIDATES,
+            masses + row * S * (K + 2), counts + row * S * K, V, S, S2, K, CHUNK, WINDOW, CANDIDATES, WHOLE,
         )  # fmt: skip
-    logprob = tl.load(logits + row * V + tl.minimum(token, V - 1)) - total
-    tl.store(tokens + row, tl.where(sound, token, -1))
-    tl.store(logprobs + row, tl.where(sound, logprob, float("nan")))
+    if (length <= CANDIDATES) == WHOLE:
+        logprob = tl.load(logits + row * V + tl.minimum(token, V - 1)) - total
+        tl.store(tokens + row, tl.where(sound, token, -1))
+        tl.store(logprobs + row, tl.where(sound, logprob, float("nan")))
 
 
 @triton.jit
 def _draw(
     logits, token_mask, candidates, length, largest, least, allowed, heat, top_p, top_k, uniform, thresholds, masses,
     counts, V: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr,
-    READ: tl.constexpr, CANDIDATES: tl.constexpr,
+    WINDOW: tl.constexpr, CANDIDATES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Three searches for the first token whose cumulative sum exceeds a goal: top_k's by number, top_p's and the draw's by
     mass. The first two give the mass that is kept."""
-    splits, at = tl.arange(0, S2), tl.arange(0, CANDIDATES)
+    HELD: tl.constexpr = CANDIDATES if WHOLE else WINDOW
+    splits, at = tl.arange(0, S2), tl.arange(0, HELD)
     kept = tl.sum(tl.load(masses + splits * (K + 2) + K, splits < S, 0), 0)
     above = tl.sum(tl.load(masses + splits * (K + 2) + K + 1, splits < S, 0), 0)
-    whole = length <= CANDIDATES
-    keys = tl.load(candidates + at, whole & (at < length), LOWEST)
+    keys = tl.load(candidates + at, WHOLE & (at < length), LOWEST)
     found, rank = kept * 0, kept * 0
     for stage in range(3):
         by_count = stage == 0
         goal = _goal(stage, kept, top_p, top_k, uniform)
         if tl.where(by_count, (top_k > 0) & (top_k < allowed), (stage == 2) | (top_p < 1.0)):
             found, rank, mass = _search(
-                logits, token_mask, candidates, keys, whole, largest, least, allowed, heat, goal, by_count, thresholds,
-                masses, counts, V, S, S2, K, CHUNK, READ, CANDIDATES,
+                logits, token_mask, candidates, keys, largest, least, allowed, heat, goal, by_count, thresholds, masses,
+                counts, V, S, S2, K, CHUNK, WINDOW, WHOLE,
             )  # fmt: skip
             kept = tl.minimum(kept, mass)
         if stage == 1:
             kept = tl.minimum(kept, above)
     key = found.to(tl.int32)
-    if whole:
+    if WHOLE:
         same = keys == key
         order = tl.cumsum(same.to(tl.int32), 0)
         indices = tl.load(candidates + CANDIDATES + at, at < length, V)
         token = tl.min(tl.where(same & (order == rank), indices, V), 0)
     else:
-        token = _nth(logits, token_mask, key, rank, V, READ)
+        token = _nth(logits, token_mask, key, rank, V, WINDOW)
     return token
 
 
 @triton.jit
 def _search(
-    logits, token_mask, candidates, keys, whole, largest, least, allowed, heat, goal, by_count, thresholds, masses,
-    counts, V: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr,
-    READ: tl.constexpr, CANDIDATES: tl.constexpr,
+    logits, token_mask, candidates, keys, largest, least, allowed, heat, goal, by_count, thresholds, masses, counts,
+    V: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The first token, in the order of falling logits, up to which the sum of masses or numbers exceeds a goal.
 
     Its key, its place among the tokens of this key (from 1), and the mass up to it. The key lies in [low, high); the
-    sums over keys from `high` on are known. `keys` are those of all tokens in question where they are the `whole`;
+    sums over keys from `high` on are known. `keys` are those of all tokens in question with WHOLE;
     else the row is read until a window of few enough is left, or of one key.
     """
     low, high = _key(least).to(tl.int64), _key(largest).to(tl.int64) + 1
     base_mass, base_count, upto = goal * 0, allowed * 0, allowed
-    if whole:
+    if WHOLE:
         upto = base_count
     else:
         splits, k = tl.arange(0, S2)[:, None], tl.arange(0, K)
@@ -299,7 +303,7 @@ def _search(
         low, high, base_mass, base_count, upto = _narrow(
             low, high, base_mass, base_count, upto, goal, by_count, keys_K, mass_K, count_K
         )
-        while (upto - base_count > CANDIDATES) & (low + 1 < high):
+        while (upto - base_count > WINDOW) & (low + 1 < high):
             share = k.to(tl.float32) / K
             middles = _between(_value(low.to(tl.int32)), _value((high - 1).to(tl.int32)), share).to(tl.int64)
             # One threshold halves the keys, so that it ends whatever the logits are.
@@ -315,9 +319,9 @@ def _search(
                 low, high, base_mass, base_count, upto, goal, by_count, keys_K, base_mass + tl.sum(mass, 1),
                 base_count + tl.sum(count, 1),
             )  # fmt: skip
-        if upto - base_count <= CANDIDATES:
-            keys = _gather(logits, token_mask, candidates, low, high, upto - base_count, V, READ, CANDIDATES)
-    if upto - base_count <= CANDIDATES:
+    if upto - base_count <= WINDOW:
+        if not WHOLE:
+            keys = _gather(logits, token_mask, candidates, low, high, upto - base_count, V, WINDOW)
         weights = _weights(tl.where(keys > LOWEST, _value(keys), float("-inf")), largest, heat)
         while low + 1 < high:
             middle = low + (high - low) // 2
@@ -349,13 +353,11 @@ def _narrow(low, high, base_mass, base_count, upto, goal, by_count, keys_K, mass
 
 
 @triton.jit
-def _gather(
-    logits, token_mask, candidates, low, high, count, V: tl.constexpr, READ: tl.constexpr, CANDIDATES: tl.constexpr
-):
+def _gather(logits, token_mask, candidates, low, high, count, V: tl.constexpr, WINDOW: tl.constexpr):
     """The keys of a row that lie in [low, high), `count` of them, LOWEST behind."""
     done = count * 0
-    for start in tl.range(0, V, READ, num_stages=3):
-        _, values = _load(logits, token_mask, start + tl.arange(0, READ), V)
+    for start in tl.range(0, V, WINDOW, num_stages=3):
+        _, values = _load(logits, token_mask, start + tl.arange(0, WINDOW), V)
         key = _key(values)
         inside = (key >= low) & (key < high) & (values > float("-inf"))
         number = tl.sum(inside.to(tl.int32), 0)
@@ -363,7 +365,7 @@ def _gather(
             tl.store(candidates + done + tl.cumsum(inside.to(tl.int32), 0) - 1, key, inside)
         done += number
     tl.debug_barrier()
-    at = tl.arange(0, CANDIDATES)
+    at = tl.arange(0, WINDOW)
     keys = tl.load(candidates + at, at < count, LOWEST)
     tl.debug_barrier()
     return keys
@@ -412,12 +414,12 @@ def sample_accept(tokens, drafts, accepted, R, BLOCK: tl.constexpr, PDL: tl.cons
 
 
 def lower(node: GpuNode) -> tuple[Variant, ...]:
-    """Three launches over parts of rows, one of R programs, one of a single program."""
+    """Three launches over parts of rows, two of R programs, one of a single program."""
     V, W = node.width("V"), node.width("MW")
     S, K, pdl = -(-V // SPLIT), THRESHOLDS, node.arch.has_pdl
     given = {
-        "V": V, "W": W, "S": S, "S2": triton.next_power_of_2(S), "SPLIT": SPLIT, "K": K, "CHUNK": CHUNK, "READ": READ,
-        "CANDIDATES": CANDIDATES, "PDL": pdl, "R": "R", "BLOCK": 256,
+        "V": V, "W": W, "S": S, "S2": triton.next_power_of_2(S), "SPLIT": SPLIT, "K": K, "CHUNK": CHUNK,
+        "WINDOW": WINDOW, "CANDIDATES": CANDIDATES, "PDL": pdl, "R": "R", "BLOCK": 256,
         "floats": node.add_scratch("floats", "float32", ("R", 4, S)),
         "ints": node.add_scratch("ints", "int32", ("R", 2, S)),
         "thresholds": node.add_scratch("thresholds", "int32", ("R", K)),
@@ -428,8 +430,8 @@ def lower(node: GpuNode) -> tuple[Variant, ...]:
         **{name: node.at(name) for name in (*node.inputs, *node.outputs)},
     }  # fmt: skip
 
-    def launch(function: Any, grid: tuple[Any, ...], num_warps: int) -> Kernel:
-        arguments = {parameter.name: given[parameter.name] for parameter in function.params}
+    def launch(function: Any, grid: tuple[Any, ...], num_warps: int, **more: bool) -> Kernel:
+        arguments = {parameter.name: {**given, **more}[parameter.name] for parameter in function.params}
         return node.triton(function, grid, arguments, num_warps=num_warps, pdl=True)
 
     return (
@@ -438,7 +440,8 @@ def lower(node: GpuNode) -> tuple[Variant, ...]:
                 launch(sample_scan, ("R", S), 8),
                 launch(sample_coarse, ("R", S), 16),
                 launch(sample_gather, ("R", S), 16),
-                launch(sample_pick, ("R",), 8),
+                launch(sample_pick, ("R",), 8, WHOLE=True),
+                launch(sample_pick, ("R",), 8, WHOLE=False),
                 launch(sample_accept, (1,), 4),
             )
         ),
