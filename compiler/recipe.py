@@ -110,6 +110,29 @@ class Recipe:
         return data
 
 
+def recipe_from_json(data: dict[str, Any], where: str) -> Recipe:
+    """The recipe of a manifest, as `Recipe.to_json` wrote it. Raises DscError for what this version does not know."""
+    try:
+        passes = [next(iter(entry.items())) for entry in data["passes"]]
+        recipe = Recipe(
+            name=data["name"],
+            where=where,
+            model=data["model"],
+            target=data["target"],
+            parallel=Parallel(**data["parallel"]),
+            limits=Limits(**data["limits"]),
+            decode_buckets=tuple(data["decode_buckets"]),
+            kv_cache=KvCache(**data["kv_cache"]),
+            mtp=Mtp(**data["mtp"]),
+            passes=tuple(PassEntry(name, options, 0, make_pass(name, options)) for name, options in passes),
+            allow={name: Allowance(**entry) for name, entry in data["allow"].items()},
+            verify=data["verify"],
+        )
+    except (KeyError, TypeError, AttributeError, StopIteration) as error:
+        raise DscError("its recipe is not one that this version reads", where=where, got=repr(error)) from error
+    return _with_mtp_formats(recipe) if recipe.mtp.weights else recipe
+
+
 def packaged_recipes() -> list[str]:
     """Names of the recipes that come with dsc, sorted."""
     files = importlib.resources.files("dsc.recipes").iterdir()
@@ -163,23 +186,25 @@ def parse_recipe(content: str, where: str, name: str) -> Recipe:
     )
     top.finish()
     if recipe.mtp and recipe.mtp.weights:
-        recipe = _with_mtp_formats(recipe, recipe.mtp.weights, top)
+        try:
+            recipe = _with_mtp_formats(recipe)
+        except DscError as error:
+            top.fault(top.take("mtp", lambda node: int(node.start_mark.line) + 1), error)
     if not faults:
         _check_together(recipe, faults)
     raise_all(where, faults)
     return recipe
 
 
-def _with_mtp_formats(recipe: Recipe, weights: dict[str, Any], top: Fields) -> Recipe:
-    """Tell quantize_weights the formats of the MTP layer, so that they are checked here like all others."""
-    entries = list(recipe.passes)
-    for i, entry in enumerate(entries):
-        if entry.name == "quantize_weights":
-            try:
-                entries[i] = replace(entry, instance=make_pass(entry.name, {**entry.options, "mtp": weights}))
-            except DscError as error:
-                top.fault(top.take("mtp", lambda node: int(node.start_mark.line) + 1), error)
-    return replace(recipe, passes=tuple(entries))
+def _with_mtp_formats(recipe: Recipe) -> Recipe:
+    """Tell quantize_weights the formats of the MTP layer, so that they are checked like all others. Raises DscError."""
+    entries = tuple(
+        replace(entry, instance=make_pass(entry.name, {**entry.options, "mtp": recipe.mtp.weights}))
+        if entry.name == "quantize_weights"
+        else entry
+        for entry in recipe.passes
+    )
+    return replace(recipe, passes=entries)
 
 
 def _nested(top: Fields, key: str, type_: type, parsers: dict[str, Parse]) -> Any:
