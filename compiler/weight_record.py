@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from dsc.compiler.ir.weight import Quantize, WeightValues
 from dsc.compiler.quantize import Errors, add_errors
+from dsc.compiler.tensor_names import fold_names
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class WeightRecord:
 
     name       as in the checkpoint; format a storage format, or a dtype where the recipe has no say
     verdict    see `dsc.compiler.ir.simplify.verdict`; with counts where a weight's matrices differ
+    sources    tensors of the checkpoint it is made of, numbers folded: experts.{0-255}; () for a table
     grids      wint4: matrices by their codes
     """
 
@@ -37,6 +39,7 @@ class WeightRecord:
     worst_row_error: float
     saturated: int
     zero_groups: int
+    sources: tuple[str, ...]
     grids: Mapping[str, int]
 
 
@@ -56,6 +59,7 @@ def make_record(name: str, stored: Sequence[WeightValues], outcomes: Sequence[Ou
         worst_row_error=_round(total.worst_row),
         saturated=total.saturated,
         zero_groups=total.zero_groups,
+        sources=tuple(fold_names(dict.fromkeys(source.name for source in expression.sources()))),
         grids=total.grids,
     )
 

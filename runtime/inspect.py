@@ -152,7 +152,9 @@ def _ledger(report: dict[str, Any]) -> dict[str, Any]:
 
 def _layer(folder: EngineFolder, programs: dict[str, Program], layer: int) -> dict[str, Any]:
     found = {
-        name: [_node(program, node, folder) for node in program.nodes if node.name.startswith(f"layers.{layer}.")]
+        name: [
+            describe_node(program, node, folder) for node in program.nodes if node.name.startswith(f"layers.{layer}.")
+        ]
         for name, program in programs.items()
     }
     found = {name: nodes for name, nodes in found.items() if nodes}
@@ -163,7 +165,8 @@ def _layer(folder: EngineFolder, programs: dict[str, Program], layer: int) -> di
     return {"layer": layer, "graphs": found}
 
 
-def _node(program: Program, node: ProgramNode, folder: EngineFolder) -> dict[str, Any]:
+def describe_node(program: Program, node: ProgramNode, folder: EngineFolder) -> dict[str, Any]:
+    """A node with its operands, types and places."""
     try:
         op = load_op(node.op)
         slots, outs = op.slot_names(), [tensor.name for tensor in op.outputs]

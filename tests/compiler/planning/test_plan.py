@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from support.engines import TINY_R1
 from support.families import make_checkpoint
 
-from dsc.compiler.graphs import make_graphs
 from dsc.compiler.checkpoint import Checkpoint
 from dsc.compiler.cli import main
 from dsc.compiler.config import read_config
+from dsc.compiler.graphs import make_graphs
 from dsc.compiler.lower import lower
 from dsc.compiler.memory import memory_report
 from dsc.compiler.model_shapes import read_shape

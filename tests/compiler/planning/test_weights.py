@@ -11,10 +11,10 @@ import pytest
 from support.engines import ROOT, TINY_R1
 from support.families import make_checkpoint
 
-from dsc.compiler.graphs import make_graphs
 from dsc.compiler.checkpoint import Checkpoint
 from dsc.compiler.config import read_config
 from dsc.compiler.emit import gather
+from dsc.compiler.graphs import make_graphs
 from dsc.compiler.ir.weight import Quantize
 from dsc.compiler.model_shapes import KNOWN
 from dsc.compiler.planning.plan import make_plan
