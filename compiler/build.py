@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dsc.compiler import convert, evaluate, float8, quantize, random_numbers, tables
+from dsc.compiler.certify.certify import certify_build
 from dsc.compiler.checkpoint import Checkpoint
 from dsc.compiler.config import read_config
 from dsc.compiler.emission_plan import EmissionPlan, plan_emission
@@ -53,7 +54,8 @@ class RandomWeights:
         mtp = recipe.mtp if self.mtp or self.layers is None else Mtp(enabled=False, drafts=0)
         checkpoint = RandomCheckpoint.open(model, layers=self.layers, mtp=mtp.enabled)
         told = f"random weights, {describe(checkpoint.spec)}"
-        return checkpoint, replace(recipe, name=f"{recipe.name}-random", model=told, mtp=mtp)
+        # A budget says nothing of weights that predict nothing.
+        return checkpoint, replace(recipe, name=f"{recipe.name}-random", model=told, mtp=mtp, verify=None)
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ def compile_engine(
     dump      folder for the graphs' text after each pass that changed them
     random    weights made up instead of read: of the model only config.json is needed
     max_ram   bytes of memory to keep to, mapped files included; without it a quarter of the machine, or what it takes
-    raises    DscError for every user's mistake; nothing half-written stands at `output` then
+    raises    DscError for every user's mistake, and for an engine over its recipe's `verify` budget; nothing half-written
+              stands at `output` then
     """
     begin = time.monotonic()
     progress = progress or Progress(quiet=True)
@@ -110,9 +113,9 @@ def compile_engine(
     if random is not None:
         checkpoint, recipe = random.apply(model or recipe.model, recipe)
     else:
-        folder = find_model(model or recipe.model, fetch=download)
+        folder = find_model(model or recipe.model, beside=[] if model else [Path(recipe.where).parent], fetch=download)
         checkpoint = Checkpoint.open(folder, read_config(folder), mtp=recipe.mtp.enabled)
-        told = _check_tokenizer(folder)
+        told = _check_tokenizer(folder, recipe)
     check_fit(recipe, checkpoint.spec)
     progress.step("graphs")
     graphs, report = make_graphs(recipe, checkpoint, dump)
@@ -143,6 +146,11 @@ def compile_engine(
         progress.step("engine")
         contents = EngineContents(checkpoint.spec, recipe, graphs, emission, report, ledger, checkpoint.folder, notes)
         write_engine(stage.folder, contents, target)
+        if recipe.verify is not None and isinstance(checkpoint, Checkpoint):
+            progress.step("verify")
+            with stage.discarding():
+                certificate = certify_build(stage.folder, recipe, checkpoint)
+            notes = (*notes, f"verified: {certificate.end_to_end.text()}")
         stage.commit()
     sizes = checkpoint.files()
     return Built(stage.target, sum(sizes.values()), total, time.monotonic() - begin, _fusions(report), notes)
@@ -191,18 +199,19 @@ def check_buildable(recipe: Recipe) -> Target:
                 "engines of several ranks are not built yet", where=recipe.where, wanted="1", got=got, try_="--ranks 1"
             )
         )
-    if recipe.verify is not None:
-        faults.append(
-            DscError("verify budgets are not built yet", where=recipe.where, try_="the recipe without `verify`")
-        )
     raise_all(recipe.where, faults)
     assert target is not None
     return target
 
 
-def _check_tokenizer(folder: Path) -> tuple[str, ...]:
-    """Raise DscError for a tokenizer that no engine could read; say where there is none."""
+def _check_tokenizer(folder: Path, recipe: Recipe) -> tuple[str, ...]:
+    """Raise DscError for a tokenizer that no engine could read, or that is missing to verify with; say where there is none."""
     if not (folder / "tokenizer.json").is_file():
+        if recipe.verify is not None:
+            what = "verify needs the tokenizer, and the checkpoint has none"
+            raise DscError(
+                what, where=recipe.where, wanted=str(folder / "tokenizer.json"), try_="no `verify` in the recipe"
+            )
         return (f"{folder.name} has no tokenizer.json: the engine takes and gives token ids",)
     Tokenizer(folder)
     return ()

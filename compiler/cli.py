@@ -134,6 +134,41 @@ def plan(
 
 @main.command()
 @click.argument("engine", type=PATH)
+@click.option("--against", help="The checkpoint, a folder or a Hugging Face name. Default: the model of the recipe.")
+@click.option("--text", type=PATH, help="A text to judge by. Default: documentation that every Python has.")
+@click.option("--windows", type=click.IntRange(1), default=8, show_default=True, help="Pieces of the text.")
+@click.option("--window-tokens", type=click.IntRange(2), default=512, show_default=True, help="Tokens of a piece.")
+@click.option("--device", help="Take the logits from the engine loaded there as a whole. Default: layer by layer here.")
+@click.option("--max-kl", type=float, help="Fail above this KL, in nats a token.")
+@click.option("--json", "as_json", is_flag=True, help="The certificate as JSON.")
+def verify(
+    engine: Path,
+    against: str | None,
+    text: Path | None,
+    windows: int,
+    window_tokens: int,
+    device: str | None,
+    max_kl: float | None,
+    as_json: bool,
+) -> None:
+    """Compare an engine with the unquantized model; the result is kept in it as its numerics certificate."""
+    from dsc.compiler.certify.certify import check_budget, verify_engine
+    from dsc.compiler.certify.tables import show
+    from dsc.compiler.progress import Progress
+
+    with Progress(quiet=as_json) as progress:
+        certificate = verify_engine(
+            engine, against, text, windows=windows, window_tokens=window_tokens, device=device, progress=progress
+        )
+    if as_json:
+        click.echo(json.dumps(certificate.to_json(), indent=2))
+    else:
+        show(certificate)
+    check_budget(certificate, {} if max_kl is None else {"max_kl": max_kl}, str(engine))
+
+
+@main.command()
+@click.argument("engine", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Everything, as JSON.")
 @click.option("--layer", type=int, help="One layer, node by node.")
 @click.option("--fusion", is_flag=True, help="Only the fusion report.")
@@ -157,6 +192,38 @@ def inspect(engine: Path, as_json: bool, layer: int | None, fusion: bool, verify
         view.show(folder, layer=layer, fusion=fusion)
     if verify and not as_json:
         click.echo("every file matches the manifest")
+
+
+@main.command()
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
+@click.option("--json", "as_json", is_flag=True, help="Every difference, as JSON.")
+def diff(a: Path, b: Path, as_json: bool) -> None:
+    """Tell two engines apart: model, recipe, fusions, every weight's largest change. Exit code 0: the same, 1: not."""
+    from dsc.runtime import diff as compare
+    from dsc.runtime.artifact import EngineFolder
+    from dsc.runtime.diff_tables import show
+
+    found = compare.diff(EngineFolder.open(a), EngineFolder.open(b))
+    if as_json:
+        click.echo(json.dumps(found, indent=2))
+    else:
+        show(found)
+    sys.exit(0 if found["same"] else 1)
+
+
+@main.command()
+@click.argument("engine", type=PATH)
+@click.argument("name", metavar="TENSOR|NODE")
+@click.option("--json", "as_json", is_flag=True, help="Everything known of it, as JSON.")
+def explain(engine: Path, name: str, as_json: bool) -> None:
+    """Tell of one tensor or node where it comes from, what was done to it and why, its error and its kernel."""
+    from dsc.runtime.artifact import EngineFolder
+    from dsc.runtime.explain import explain as look
+    from dsc.runtime.explain_text import text
+
+    found = look(EngineFolder.open(engine), name)
+    click.echo(json.dumps(found, indent=2) if as_json else text(found))
 
 
 @main.command()
