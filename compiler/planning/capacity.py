@@ -95,18 +95,18 @@ def step_memory(spec: ModelSpec, recipe: Recipe, mesh: Mesh, batch_tokens: int, 
         dense = spec.intermediate_size // mesh.tensor
         ops += [3 * dense + hidden, 2 * dense + 2 * hidden]
     if spec.num_experts:
-        ops.append(_moe_values(spec, recipe, mesh))
+        ops.append(3 * hidden + spec.experts_per_token * (4 + 4) // size)
     rows = min(batch_tokens, sequences * (1 + recipe.mtp.drafts)) if recipe.target != "cpu" else batch_tokens
     io = rows * spec.vocab_size * LOGIT_BYTES + batch_tokens * hidden * size
-    return StepMemory(max(ops) * batch_tokens * size, io)
+    return StepMemory((max(ops) + _scratch_values(spec, recipe, mesh)) * batch_tokens * size, io)
 
 
-def _moe_values(spec: ModelSpec, recipe: Recipe, mesh: Mesh) -> int:
-    """Values a token: x, y and the residual; on a GPU also an inner and an outer row for each of a token's experts."""
+def _scratch_values(spec: ModelSpec, recipe: Recipe, mesh: Mesh) -> int:
+    """Values a token that GPU kernels keep beside the arena: an inner and an outer row for each of a token's experts."""
+    if recipe.target == "cpu" or not spec.num_experts:
+        return 0
     rows = spec.experts_per_token + (1 if spec.num_shared_experts else 0)
-    widths = spec.moe_intermediate_size // mesh.expert_width_ways + spec.hidden_size
-    chosen = spec.experts_per_token * (4 + 4) // _activation_bytes(recipe)
-    return 3 * spec.hidden_size + chosen + (rows * widths if recipe.target != "cpu" else 0)
+    return rows * (spec.moe_intermediate_size // mesh.expert_width_ways + spec.hidden_size)
 
 
 def _activation_bytes(recipe: Recipe) -> int:

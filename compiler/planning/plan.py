@@ -9,6 +9,7 @@ from typing import Any
 
 from dsc.compiler.fit import check_fit
 from dsc.compiler.ir.weight import DTYPE_BYTES
+from dsc.compiler.planning.build_cost import BuildCost, build_cost
 from dsc.compiler.planning.capacity import Fit, Stage, fit, make_stages
 from dsc.compiler.planning.gpus import find_gpu, gpus_of
 from dsc.compiler.planning.sharding import Mesh, allowed_meshes, check_parallel
@@ -50,6 +51,7 @@ class Plan:
     stages: tuple[Stage, ...]
     ways: tuple[Mesh, ...]
     fits: tuple[Fit, ...]
+    build: BuildCost
     notes: tuple[str, ...]
 
     @property
@@ -78,6 +80,7 @@ class Plan:
                 for stage in self.stages
             ],
             "ways": [asdict(mesh) for mesh in self.ways],
+            "build": {**asdict(self.build), "seconds": round(self.build.seconds, 1)},
             "gpus": [_fit_json(item) for item in self.fits],
             "notes": list(self.notes),
         }
@@ -115,6 +118,7 @@ def make_plan(
         stages=tuple(stages),
         ways=tuple(ways),
         fits=tuple(fit(spec, recipe, stages, mesh, gpu, tokens) for gpu in named),
+        build=build_cost(spec, weights, source.bytes),
         notes=(*source.notes, *_format_notes(weights)),
     )
 

@@ -48,8 +48,20 @@ def _facts(plan: Plan) -> Table:
         (f"{plan.mesh.num_ranks} ranks a stage as", ", ".join(ways[:SHOWN_WAYS]) + more),
         ("cache a token", f"{sum(plan.token_bytes.values()):,} bytes = {per_token}, {recipe.kv_cache.dtype}"),
         ("limits", f"{limits.batch_tokens:,} tokens a step, {limits.sequences} sequences, context {limits.context_tokens:,}"),
+        ("build", f"reads {size_text(plan.build.read_bytes)}, needs {size_text(plan.build.disk_bytes)} of disk, about {size_text(plan.build.ram_bytes)} of memory"),
+        ("", f"about {_time(plan.build.seconds)} of conversion on {plan.build.threads} threads, by rates of a Xeon core, where disks keep up"),
     ]  # fmt: skip
     return make_table(f"plan of {recipe.name}", ("", ""), rows, header=False)
+
+
+def _time(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )
 
 
 def _weights(plan: Plan) -> Table:

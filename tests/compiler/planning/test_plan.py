@@ -1,6 +1,8 @@
 """`dsc plan`: splits that are refused and why, what fits, and what the command says of models that are not here."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from dsc.compiler.graphs import make_graphs
 from dsc.compiler.lower import lower
 from dsc.compiler.memory import memory_report
 from dsc.compiler.model_shapes import read_shape
+from dsc.compiler.planning.build_cost import build_cost
 from dsc.compiler.planning.capacity import fit, make_stages, step_memory
 from dsc.compiler.planning.gpus import GPUS
 from dsc.compiler.planning.plan import make_plan
@@ -199,6 +202,36 @@ def test_suggested_settings_fit(gpu: str, tokens: int) -> None:
     cache = best.cache_blocks * 64 * 62 * 1152
     assert found.weight_bytes + step + cache <= found.usable_bytes
     assert best.cache_blocks * 64 >= best.sequences * tokens
+
+
+# -- the build
+
+
+def test_the_memory_of_a_build_is_what_it_takes(tmp_path: Path) -> None:
+    """Peak memory of the whole command in a process of its own, on one thread as on two."""
+    told = make_plan(load_recipe("tiny-r1-wint4"), str(TINY_R1)).build
+    code = (
+        "import resource, sys; from dsc.compiler.cli import main\n"
+        "main(['compile', '--recipe', 'tiny-r1-wint4', '--model', sys.argv[1], '--output', sys.argv[2]], standalone_mode=False)\n"
+        "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+    )
+    output = tmp_path / "engine"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(TINY_R1), str(output)], capture_output=True, text=True, check=True
+    )
+    peak = int(done.stdout.split("peak ")[1])
+    assert told.ram_bytes / 3 < peak <= told.ram_bytes
+    stored = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+    assert stored <= told.disk_bytes
+
+
+def test_passing_codes_through_costs_less_than_requantizing() -> None:
+    costs = {name: make_plan(load_recipe(name)).build for name in ("r1-fp8", "r1-wint4", "r1-wint8-2node")}
+    assert costs["r1-fp8"].seconds < costs["r1-wint8-2node"].seconds < costs["r1-wint4"].seconds
+    assert all(cost.read_bytes == costs["r1-fp8"].read_bytes for cost in costs.values())
+    one, two = (build_cost(R1, planned_weights(R1, load_recipe("r1-wint4")), 0, threads) for threads in (1, 2))
+    assert one.seconds == pytest.approx(2 * two.seconds)
+    assert one.ram_bytes < two.ram_bytes
 
 
 # -- the command
