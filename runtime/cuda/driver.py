@@ -40,7 +40,7 @@ class Library:
     def function(self, entry: str, shared_bytes: int) -> Any:
         """A kernel, allowed at least this much dynamic shared memory."""
         kernel = check(cu.cuLibraryGetKernel(self._library, entry.encode()), f"finding {entry} in {self.name}")
-        if shared_bytes > 48 * 1024:
+        if shared_bytes > 16 * 1024:  # static and dynamic memory together are free up to 48 KiB
             device = check(cu.cuCtxGetDevice(), "asking for the device")
             attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             check(cu.cuKernelSetAttribute(attribute, shared_bytes, kernel, device), f"{entry}: {shared_bytes} B shared")
