@@ -228,6 +228,20 @@ def explain(engine: Path, name: str, as_json: bool) -> None:
 
 @main.command()
 @click.argument("engine", type=PATH)
+@click.option("--html", type=PATH, help="The file to write. Default: ./<engine>.html")
+def report(engine: Path, html: Path | None) -> None:
+    """Write an engine's report as one self-contained page: fusions, bytes, errors, memory plan."""
+    from dsc.compiler.report_page import report_page
+    from dsc.runtime.artifact import EngineFolder
+
+    page = report_page(EngineFolder.open(engine))
+    file = html or Path(f"{engine.resolve().name.removesuffix('.engine')}.html")
+    file.write_text(page, encoding="utf-8")
+    click.echo(str(file))
+
+
+@main.command()
+@click.argument("engine", type=PATH)
 @click.option(
     "--prompt", "prompts", multiple=True, help="Text to continue; repeat for a batch. Default: standard input."
 )
