@@ -33,4 +33,5 @@ def test_a_target_of_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     wanted = runtime.load(compile_tiny("tiny-r1-fp32", tmp_path)).generate(prompts, **options)
     assert [o.token_ids for o in toy.generate(prompts, **options)] == [o.token_ids for o in wanted]
     for graph, executed in toy.executed.items():
-        assert executed == tuple(node["node"] for node in toy.report["nodes"][graph])
+        nodes = tuple(node["node"] for node in toy.report["nodes"][graph])
+        assert executed == (() if graph == "advance" else nodes)  # the backend runs nothing ahead

@@ -56,7 +56,7 @@ def _variants(node: ProgramNode) -> tuple[Variant, ...]:
 class ToyBackend:
     """The runtime's half: see `dsc.runtime.backends.Backend`."""
 
-    def __init__(self, folder: EngineFolder, device: str | None) -> None:
+    def __init__(self, folder: EngineFolder, device: str | None, gpu_memory: float | None = None) -> None:
         self.device = torch.device("cpu")
         self.folder = folder
 
@@ -68,6 +68,9 @@ class ToyBackend:
 
     def resident_weight_bytes(self) -> int:
         return sum(entry.bytes for entry in self.folder.manifest.tensors.values())
+
+    def run_ahead(self, programs: Mapping[str, Any]) -> None:
+        """Nothing runs ahead of us."""
 
     def describe(self) -> dict[str, Any]:
         return {}
