@@ -74,7 +74,10 @@ def compile_(
     max_ram: str | None,
     as_json: bool,
 ) -> None:
-    """Build an engine from a checkpoint, or go on with a build of it that was cut short."""
+    """Build an engine from a checkpoint.
+
+    A build that was cut short is gone on with.
+    """
     from dsc.compiler.build import RandomWeights, compile_engine
     from dsc.compiler.progress import Progress
     from dsc.compiler.ram import parse_bytes
@@ -151,7 +154,10 @@ def verify(
     max_kl: float | None,
     as_json: bool,
 ) -> None:
-    """Compare an engine with the unquantized model; the result is kept in it as its numerics certificate."""
+    """Compare an engine with the unquantized model.
+
+    The result is kept in the engine as its numerics certificate.
+    """
     from dsc.compiler.certify.certify import check_budget, verify_engine
     from dsc.compiler.certify.tables import show
     from dsc.compiler.progress import Progress
@@ -199,7 +205,10 @@ def inspect(engine: Path, as_json: bool, layer: int | None, fusion: bool, verify
 @click.argument("b", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="Every difference, as JSON.")
 def diff(a: Path, b: Path, as_json: bool) -> None:
-    """Tell two engines apart: model, recipe, fusions, every weight's largest change. Exit code 0: the same, 1: not."""
+    """Tell two engines apart.
+
+    By model, recipe, fusions and every weight's largest change. Exit code 0: the same, 1: not.
+    """
     from dsc.runtime import diff as compare
     from dsc.runtime.artifact import EngineFolder
     from dsc.runtime.diff_tables import show
@@ -217,7 +226,10 @@ def diff(a: Path, b: Path, as_json: bool) -> None:
 @click.argument("name", metavar="TENSOR|NODE")
 @click.option("--json", "as_json", is_flag=True, help="Everything known of it, as JSON.")
 def explain(engine: Path, name: str, as_json: bool) -> None:
-    """Tell of one tensor or node where it comes from, what was done to it and why, its error and its kernel."""
+    """Tell where a tensor or node comes from.
+
+    And what was done to it and why, its error and its kernel.
+    """
     from dsc.runtime.artifact import EngineFolder
     from dsc.runtime.explain import explain as look
     from dsc.runtime.explain_text import text
@@ -230,7 +242,10 @@ def explain(engine: Path, name: str, as_json: bool) -> None:
 @click.argument("engine", type=PATH)
 @click.option("--html", type=PATH, help="The file to write. Default: ./<engine>.html")
 def report(engine: Path, html: Path | None) -> None:
-    """Write an engine's report as one self-contained page: fusions, bytes, errors, memory plan."""
+    """Write an engine's report as one page of HTML.
+
+    Self-contained: fusions, bytes, errors, memory plan.
+    """
     from dsc.compiler.report_page import report_page
     from dsc.runtime.artifact import EngineFolder
 

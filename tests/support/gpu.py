@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,10 +11,11 @@ from dsc.compiler.codegen import CubinCompiler
 from dsc.compiler.lower_gpu import lower_gpu
 from dsc.plugins.gpu_node import Arch
 from dsc.plugins.schema import Attribute, Dim, Type, load_op
-from dsc.runtime.cuda.bind import BoundStep
-from dsc.runtime.cuda.executor import CudaExecutor, CudaShared
 from dsc.runtime.expressions import LETTERS
 from dsc.runtime.program import Operand, Program, ProgramNode, nbytes
+
+if TYPE_CHECKING:
+    from dsc.runtime.cuda.bind import BoundStep
 
 POISON = 0xFF  # as float32 and bfloat16 a NaN, as int32 -1
 
@@ -45,6 +47,9 @@ class GpuOp:
         bounds: Mapping[str, int] | None = None,
         arch: str = "sm_90a",
     ) -> None:
+        # Programs of one node are also compiled where no cuda-bindings are installed.
+        from dsc.runtime.cuda.executor import CudaExecutor, CudaShared
+
         self.inputs = dict(inputs)
         program = _program(op, self.inputs, attributes, bounds or {})
         compiler = CubinCompiler(Arch(arch))
