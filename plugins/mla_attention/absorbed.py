@@ -11,12 +11,19 @@ from dataclasses import dataclass, replace
 import triton
 
 from dsc.plugins.gpu_node import GpuNode, Typed
-from dsc.plugins.mla_attention.triton_decode import mla_attend, mla_queries, mla_values, mla_values_few
+from dsc.plugins.mla_attention.triton_decode import (
+    mla_attend,
+    mla_queries,
+    mla_queries_mixed,
+    mla_values,
+    mla_values_few,
+    mla_values_mixed,
+)
 from dsc.runtime.steps import Kernel, Repeat, Scalar, Step, TensorMap
 
 CHUNK = 1024  # tokens whose absorbed queries are in memory at a time
 SPARE = 160  # pieces beyond one a tile of rows: enough to keep any chip busy with a single sequence
-DEFINES: dict[str, int] = {}
+MIXED_PROGRAMS = 2  # on a multiprocessor, of the kernels that serve short queries beside long ones
 RANGES = 128  # at most so many parts of one context
 
 
@@ -73,10 +80,17 @@ class Case:
 
 
 FLOAT32 = (Case(0, 0, Queries(16, 32), Values(0, 32, 32)),)
-BFLOAT16 = (
-    Case(4, 16, Queries(16, 128), Values(0, 32, 32)),
+ONE = Case(4, 16, Queries(16, 128), Values(0, 32, 16, warps=4))
+# By the heads: the fewer there are, the more ranges a context is cut into, and the more there is to merge.
+MANY_HEADS = (
+    ONE,
     Case(16, 16, Queries(16, 128), Values(16, 64, 4, columns=128, warps=4)),
-    Case(0, 0, Queries(64, 128), Values(64, 64, 1, columns=128)),
+    Case(0, 0, Queries(64, 128), Values(64, 128, 1, columns=64, warps=4, stages=4)),
+)
+FEW_HEADS = (
+    ONE,
+    Case(16, 16, Queries(16, 128), Values(16, 32, 4, columns=256, warps=4)),
+    Case(0, 0, Queries(64, 128), Values(32, 64, 2, columns=128, warps=4)),
 )
 
 
@@ -136,12 +150,14 @@ class Absorbed:
 
     def cases(self, most: int = 0) -> tuple[Case, ...]:
         """Tiles by the step's size, the fewest tokens first; with `most` those of the last also for at most so many."""
-        cases = FLOAT32 if self.math == "fp32" else BFLOAT16
+        cases = MANY_HEADS if int(self.node.attributes["heads"]) >= 64 else FEW_HEADS
+        cases = FLOAT32 if self.math == "fp32" else cases
         return (*cases[:-1], replace(cases[-1], tokens=most), cases[-1]) if most else cases
 
     def steps(self, case: Case, longest: int = 0) -> tuple[Step, ...]:
         """The launches of a step, for sequences of at most `longest` queries in it (0: all)."""
-        steps = (self._queries(case, longest), self._attend(), self._values(case.values))
+        values = self._values_mixed(case.values) if longest else self._values(case.values)
+        steps = (self._queries(case, longest), self._attend(), values)
         chunks = -(-self.node.bounds["T"] // CHUNK)
         return steps if chunks == 1 else (Repeat(f"ceil_div(T, {CHUNK})", steps),)
 
@@ -176,13 +192,13 @@ class Absorbed:
 
     def _queries(self, case: Case, longest: int) -> Kernel:
         node, tiles, tile = self.node, self.tiles, case.queries
-        heads, latent = int(node.attributes["heads"]), int(node.attributes["latent_dim"])
-        columns = min(tile.columns, latent)
+        columns = min(tile.columns, int(node.attributes["latent_dim"]))
+        parts = int(node.attributes["latent_dim"]) // columns * int(node.attributes["heads"])
         sequences = min(case.sequences or node.bounds["B"], node.bounds["B"])
         steps = ("q", "cos", "sin", "positions", "query_starts", "sequence_lengths")
         return node.triton(
-            mla_queries,
-            (f"1 + {latent // columns * heads}*ceil_div({self._tokens()}, {tile.tokens})",),
+            mla_queries_mixed if longest else mla_queries,
+            (f"1 + SMS*{MIXED_PROGRAMS}" if longest else f"1 + {parts}*ceil_div({self._tokens()}, {tile.tokens})",),
             {
                 **{name: node.at(name) for name in steps},
                 **self._weight(),
@@ -196,13 +212,13 @@ class Absorbed:
                 "processors": f"SMS*{tiles.programs}",
                 "ROWS": tiles.rows,
                 "KEYS": tiles.keys,
-                "LONGEST": longest,
                 "SEQUENCES": max(16, triton.next_power_of_2(sequences)),
                 "RANGES": RANGES,
                 "SHORTEST": max(1, 128 // tiles.keys),
                 "OVERHEAD": max(1, 192 // tiles.keys),
                 "TOKENS": tile.tokens,
                 "COLUMNS": columns,
+                **({"LONGEST": longest} if longest else {}),
                 "PDL": node.arch.has_pdl,
             },
             num_warps=tile.warps,
@@ -263,38 +279,55 @@ class Absorbed:
                 scale,
                 Scalar("i32", "P"),
             ],
-            defines={"HEADS": heads, **DEFINES},
+            defines={"HEADS": heads},
             shared_bytes=SHARED_BYTES,
             pdl=True,
         )
 
     def _values(self, tile: Values) -> Kernel:
-        node = self.node
-        heads, latent, v = (int(node.attributes[name]) for name in ("heads", "latent_dim", "v"))
-        outputs = min(tile.outputs, v)
-        shape = {"TOKENS": tile.tokens, "COLUMNS": min(tile.columns, latent)} if tile.tokens else {}
-        return node.triton(
-            mla_values if tile.tokens else mla_values_few,
-            (v // outputs, heads, f"ceil_div({self._tokens()}, {tile.tokens})" if tile.tokens else self._tokens()),
-            {
-                "partial": self.partial,
-                "sums": self.sums,
-                **self._weight(),
-                **self._widths("HEADS", "NOPE", "V", "LATENT"),
-                **self._chunk(),
-                "places": self.places,
-                "o": node.at("o"),
-                "ROWS": self.tiles.rows,
-                "RANGES": RANGES,
-                **shape,
-                "OUTPUTS": outputs,
-                "MERGED": tile.merged,
-                "PDL": node.arch.has_pdl,
-            },
+        parts, heads = int(self.node.attributes["v"]) // self._outputs(tile), int(self.node.attributes["heads"])
+        tiles = f"ceil_div({self._tokens()}, {tile.tokens})" if tile.tokens else self._tokens()
+        function = mla_values if tile.tokens else mla_values_few
+        return self.node.triton(
+            function,
+            (parts, heads, tiles),
+            self._values_arguments(tile),
             num_warps=tile.warps,
             num_stages=tile.stages,
             pdl=True,
         )
+
+    def _values_mixed(self, tile: Values) -> Kernel:
+        more = {"plan": self.plan, "query_starts": self.node.at("query_starts"), "sequences": "B"}
+        return self.node.triton(
+            mla_values_mixed,
+            (f"SMS*{MIXED_PROGRAMS}",),
+            {**self._values_arguments(tile), **more},
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            pdl=True,
+        )
+
+    def _outputs(self, tile: Values) -> int:
+        return min(tile.outputs, int(self.node.attributes["v"]))
+
+    def _values_arguments(self, tile: Values) -> dict[str, object]:
+        columns = min(tile.columns, int(self.node.attributes["latent_dim"]))
+        return {
+            "partial": self.partial,
+            "sums": self.sums,
+            **self._weight(),
+            **self._widths("HEADS", "NOPE", "V", "LATENT"),
+            **self._chunk(),
+            "places": self.places,
+            "o": self.node.at("o"),
+            "ROWS": self.tiles.rows,
+            "RANGES": RANGES,
+            **({"TOKENS": tile.tokens, "COLUMNS": columns} if tile.tokens else {}),
+            "OUTPUTS": self._outputs(tile),
+            "MERGED": tile.merged,
+            "PDL": self.node.arch.has_pdl,
+        }
 
 
 SHARED_BYTES = 1024 + 3 * 73728 + 2 * 2 * 64 * 4 + 256  # of sm90_mla_decode.cu: to align, struct Shared

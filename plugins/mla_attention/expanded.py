@@ -18,7 +18,10 @@ DEQUANTIZE_ROWS = 16
 
 @dataclass(frozen=True)
 class Tiles:
-    """rows, keys: of `mla_prefill`; units, columns: of `mla_expand`, tokens / UNIT and columns of the latent at a time."""
+    """rows, keys: of `mla_prefill`; units, columns: of `mla_expand`, tokens / UNIT and columns of the latent at a time.
+
+    programs   of either on a multiprocessor
+    """
 
     rows: int
     keys: int
@@ -27,13 +30,14 @@ class Tiles:
     units: int
     columns: int
     expand_stages: int
+    programs: int = 1
 
 
 def tiles_for(arch: Arch) -> Tiles:
     """By architecture: what its registers and shared memory hold."""
     if arch.capability >= 100:
         return Tiles(128, 128, 8, 2, 2, 64, 3)
-    return Tiles(128, 64, 8, 3, 2, 64, 3) if arch.capability >= 90 else Tiles(64, 32, 4, 2, 1, 32, 3)
+    return Tiles(128, 64, 8, 3, 2, 64, 3) if arch.capability >= 90 else Tiles(64, 32, 4, 2, 1, 32, 3, programs=2)
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ class Expanded:
         node, tiles = self.node, self.tiles
         return node.triton(
             mla_expand,
-            (self.span // (tiles.units * UNIT), int(node.attributes["heads"])),
+            (f"SMS*{tiles.programs}",),
             {
                 "cache": node.at("cache", dtype="bfloat16"),
                 "kv_b": kv_b,
@@ -148,7 +152,7 @@ class Expanded:
         steps = ("q", "cos", "sin", "positions", "query_starts", "sequence_lengths", "o")
         return node.triton(
             mla_prefill,
-            (f"ceil_div(T, {tiles.rows}) + min(B, T//{self.longest + 1})", int(node.attributes["heads"])),
+            (f"SMS*{tiles.programs}",),
             {
                 **{name: node.at(name) for name in steps},
                 "kv": self.kv,

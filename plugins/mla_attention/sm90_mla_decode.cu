@@ -11,12 +11,6 @@
 #ifndef HEADS
 #define HEADS 128
 #endif
-#ifndef ORDER
-#define ORDER 0
-#endif
-#ifndef PREFETCH
-#define PREFETCH 0
-#endif
 
 namespace {
 
@@ -26,6 +20,7 @@ constexpr int TILE_BYTES = CHUNKS * CHUNK_BYTES;     // 73728
 constexpr int GROUPS = 3;                            // chunks of a key tile arrive in three groups of three
 constexpr int GROUP_BYTES = TILE_BYTES / GROUPS;
 constexpr int P_OFFSET = (LATENT / 64) * CHUNK_BYTES;  // the rope chunk, then the probabilities
+constexpr int PARTS = 2;                             // a tile's probabilities are handed on in two halves of its keys
 constexpr float STALE = 8.0f;                        // the maximum is renewed when a score exceeds it by 2^8
 
 struct Piece {                                       // a row of the work list
@@ -37,7 +32,7 @@ struct Shared {
     uint8_t k[2][TILE_BYTES];
     float alpha[2][ROWS];                            // factor of the sums before a tile is added
     float inverse[2][ROWS];                          // 1 / sum of probabilities, by parity of the piece
-    uint64_t q_full, q_free, k_full[2][GROUPS], k_free[2], half[2], p_full[2], inverse_full[2];
+    uint64_t q_full, q_free, k_full[2][GROUPS], k_free[2], p_full[2][PARTS], inverse_full[2];
 };
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
@@ -162,13 +157,6 @@ __device__ __forceinline__ Piece load_piece(const int* plan, int index) {
     return Piece{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 }
 
-// Asks for a tile of keys to be in the L2.
-__device__ __forceinline__ void prefetch(const CUtensorMap* map, int row) {
-    for (int group = 0; group < GROUPS; ++group)
-        asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(0), "r"(row),
-                     "r"(group * (CHUNKS / GROUPS)) : "memory");
-}
-
 __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* queries, const CUtensorMap* cache,
                                         const int* plan, const int* table, int blocks_per_sequence) {
     const int pieces = plan[0];
@@ -176,15 +164,10 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* queri
     for (int index = blockIdx.x; index < pieces; index += gridDim.x, ++count) {
         const Piece piece = load_piece(plan, index);
         const int* blocks = table + static_cast<int64_t>(piece.sequence) * blocks_per_sequence;
-        int ahead[1 + PREFETCH];                         // blocks of the next tiles
-        for (int i = 0; i <= PREFETCH; ++i)
-            ahead[i] = piece.begin + i * KEYS < piece.end ? blocks[piece.begin / KEYS + i] : -1;
+        int block = blocks[piece.begin / KEYS];
         for (int key = piece.begin; key < piece.end; key += KEYS, ++tile) {
-            const int block = ahead[0], buffer = tile & 1, parity = tile >> 1 & 1;
-            for (int i = 0; i < PREFETCH; ++i) ahead[i] = ahead[i + 1];
-            ahead[PREFETCH] = key + (1 + PREFETCH) * KEYS < piece.end ? blocks[key / KEYS + 1 + PREFETCH] : -1;
-            if (PREFETCH && ahead[PREFETCH - (PREFETCH > 0)] >= 0 && piece.local == 0)
-                prefetch(cache, ahead[PREFETCH - (PREFETCH > 0)] * KEYS);
+            const int next = key + KEYS < piece.end ? blocks[key / KEYS + 1] : 0;
+            const int buffer = tile & 1, parity = tile >> 1 & 1;
             barrier_wait(&shared.k_free[buffer], parity ^ 1);
             for (int group = 0; group < GROUPS; ++group) {
                 uint64_t* full = &shared.k_full[buffer][group];
@@ -196,6 +179,7 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* queri
                 barrier_expect(&shared.q_full, TILE_BYTES);
                 fetch(shared.q, queries, piece.first_row, 0, &shared.q_full);
             }
+            block = next;
         }
     }
 }
@@ -216,11 +200,6 @@ struct Rows {
 __device__ __forceinline__ void start_scores(Shared& shared, int tile, float (&s)[32]) {
     const int buffer = tile & 1, parity = tile >> 1 & 1;
     const uint32_t q_base = opaque(shared_address(shared.q)), k_base = opaque(shared_address(shared.k[buffer]));
-#if ORDER == 1
-    if (tile > 0) barrier_wait(&shared.k_free[buffer ^ 1], (tile - 1) >> 1 & 1);
-#elif ORDER == 2
-    if (tile > 0) barrier_wait(&shared.half[buffer ^ 1], (tile - 1) >> 1 & 1);
-#endif
     wgmma_fence();
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
@@ -245,6 +224,7 @@ __device__ __forceinline__ void finish_scores(Shared& shared, int tile, int key,
         for (int i = 0; i < 32; ++i)
             if (key + i / 4 * 8 + lane % 4 * 2 + i % 2 >= rows.seen[i / 2 % 2]) s[i] = -INFINITY;
     }
+    float base[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float most = -INFINITY;
@@ -253,32 +233,33 @@ __device__ __forceinline__ void finish_scores(Shared& shared, int tile, int key,
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
         most = fmaxf(most, __shfl_xor_sync(~0u, most, 2)) * scale;
         const float now = most > rows.highest[half] + STALE ? most : rows.highest[half];
-        const float base = now == -INFINITY ? 0.0f : now;
-        const float alpha = exp2_fast(rows.highest[half] - base);
+        base[half] = now == -INFINITY ? 0.0f : now;
+        const float alpha = exp2_fast(rows.highest[half] - base[half]);
         rows.highest[half] = now;
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-#pragma unroll
-            for (int j = 4 * i + 2 * half; j < 4 * i + 2 * half + 2; ++j) {
-                s[j] = exp2_fast(fmaf(s[j], scale, -base));
-                sum += s[j];
-            }
-        rows.total[half] = rows.total[half] * alpha + sum;
+        rows.total[half] *= alpha;
         if (lane % 4 == 0) shared.alpha[buffer][row + 8 * half] = alpha;
     }
-    // All four warps are done with the keys before the rope chunk and the rows behind the end are overwritten.
-    asm volatile("bar.sync 1, 128;" ::: "memory");
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
+    for (int part = 0; part < PARTS; ++part) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int at = (row + 8 * half) * 128 + ((i ^ (row & 7)) << 4) + lane % 4 * 4;
-            *reinterpret_cast<uint32_t*>(k + P_OFFSET + at) = pack_bf16(s[4 * i + 2 * half], s[4 * i + 2 * half + 1]);
+        for (int j = 32 / PARTS * part; j < 32 / PARTS * (part + 1); ++j) {
+            s[j] = exp2_fast(fmaf(s[j], scale, -base[j / 2 % 2]));
+            rows.total[j / 2 % 2] += s[j];
         }
-    if (key + KEYS > piece.end) clear_values(k, piece.end - key);
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    warp_arrive(&shared.p_full[buffer]);
+        // All four warps are done with the keys before the rope chunk and the rows behind the end are overwritten.
+        if (part == 0) asm volatile("bar.sync 1, 128;" ::: "memory");
+#pragma unroll
+        for (int i = 8 / PARTS * part; i < 8 / PARTS * (part + 1); ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int at = (row + 8 * half) * 128 + ((i ^ (row & 7)) << 4) + lane % 4 * 4;
+                *reinterpret_cast<uint32_t*>(k + P_OFFSET + at) =
+                    pack_bf16(s[4 * i + 2 * half], s[4 * i + 2 * half + 1]);
+            }
+        if (part == 0 && key + KEYS > piece.end) clear_values(k, piece.end - key);
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        warp_arrive(&shared.p_full[buffer][part]);
+    }
 }
 
 __device__ __forceinline__ void attend(Shared& shared, const int* plan, float* sums, float scale) {
@@ -315,6 +296,23 @@ __device__ __forceinline__ void attend(Shared& shared, const int* plan, float* s
     }
 }
 
+// Transposes the 4 x 4 matrix whose rows four neighbouring lanes hold.
+__device__ __forceinline__ void turn_quad(uint32_t (&v)[4]) {
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2) {
+        const bool high = threadIdx.x & bit;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & bit) continue;
+            const uint32_t got = __shfl_xor_sync(~0u, high ? v[i] : v[i + bit], bit);
+            if (high)
+                v[i] = got;
+            else
+                v[i + bit] = got;
+        }
+    }
+}
+
 __device__ __forceinline__ void sum_values(Shared& shared, int half, const int* plan, uint32_t* partial) {
     const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane / 4;
     const int pieces = plan[0];
@@ -326,7 +324,7 @@ __device__ __forceinline__ void sum_values(Shared& shared, int half, const int* 
         for (int key = piece.begin; key < piece.end; key += KEYS, ++tile) {
             const int buffer = tile & 1, parity = tile >> 1 & 1;
             const uint32_t k_base = shared_address(shared.k[buffer]);
-            barrier_wait(&shared.p_full[buffer], parity);
+            barrier_wait(&shared.p_full[buffer][0], parity);
             const float alpha[2] = {shared.alpha[buffer][row], shared.alpha[buffer][row + 8]};
             if (key > piece.begin && __any_sync(~0u, alpha[0] != 1.0f || alpha[1] != 1.0f)) {
 #pragma unroll
@@ -335,16 +333,13 @@ __device__ __forceinline__ void sum_values(Shared& shared, int half, const int* 
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                multiply_values(o[i / 4], descriptor(k_base + P_OFFSET + i % 4 * 32, 16),
-                                descriptor(k_base + (4 * half + i / 4 * 2) * CHUNK_BYTES + i % 4 * 2048, CHUNK_BYTES),
-                                i % 4 > 0 || key > piece.begin);
-                if (ORDER == 2 && i == 3) wgmma_commit();
+                const int side = i / 2 % 2, step = i / 4 * 2 + i % 2;
+                if (i == 4) barrier_wait(&shared.p_full[buffer][1], parity);
+                multiply_values(o[side], descriptor(k_base + P_OFFSET + step * 32, 16),
+                                descriptor(k_base + (4 * half + side * 2) * CHUNK_BYTES + step * 2048, CHUNK_BYTES),
+                                step > 0 || key > piece.begin);
             }
             wgmma_commit();
-#if ORDER == 2
-            wgmma_wait<1>();
-            warp_arrive(&shared.half[buffer]);
-#endif
             if (key + KEYS >= piece.end) {
                 barrier_wait(&shared.inverse_full[count & 1], count >> 1 & 1);
                 inverse[0] = shared.inverse[count & 1][row];
@@ -357,13 +352,19 @@ __device__ __forceinline__ void sum_values(Shared& shared, int half, const int* 
         }
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
-            if (row + 8 * side >= piece.rows) continue;
             uint32_t* const to = partial + (static_cast<int64_t>(index) * ROWS + row + 8 * side) * (LATENT / 2) + half * 128;
 #pragma unroll
-            for (int i = 0; i < 32; ++i)
-                to[i * 4 + lane % 4] =
-                    pack_bf16(o[i / 16][i % 16 * 4 + 2 * side] * inverse[side],
-                              o[i / 16][i % 16 * 4 + 2 * side + 1] * inverse[side]);
+            for (int group = 0; group < 8; ++group) {
+                uint32_t v[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float* const pair = &o[group / 4][(group % 4 * 4 + i) * 4 + 2 * side];
+                    v[i] = pack_bf16(pair[0] * inverse[side], pair[1] * inverse[side]);
+                }
+                turn_quad(v);
+                if (row + 8 * side < piece.rows)
+                    *reinterpret_cast<uint4*>(to + (group * 4 + lane % 4) * 4) = uint4{v[0], v[1], v[2], v[3]};
+            }
         }
     }
 }
@@ -388,8 +389,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
         for (int buffer = 0; buffer < 2; ++buffer) {
             for (int group = 0; group < GROUPS; ++group) barrier_init(&shared.k_full[buffer][group], 1);
             barrier_init(&shared.k_free[buffer], 8);
-            barrier_init(&shared.half[buffer], 8);
-            barrier_init(&shared.p_full[buffer], 4);
+            for (int part = 0; part < PARTS; ++part) barrier_init(&shared.p_full[buffer][part], 4);
             barrier_init(&shared.inverse_full[buffer], 4);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

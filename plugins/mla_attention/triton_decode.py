@@ -7,6 +7,8 @@
    On Hopper sm90_mla_decode.cu does this.
 3. `mla_values` or `mla_values_few` merges a token's pieces and multiplies by W_UV.
 
+Beside sequences that are attended expanded, `mla_queries_mixed` and `mla_values_mixed` serve the others.
+
 plan    int32 [pieces + 1, 8]: the number of pieces, then for each (sequence, first row of `queries`, rows, first key, end
         of keys, keys that its first token sees, row within the sequence's part of the step)
 places  int32 [tokens, 4]: for each token (first piece of its sequence, ranges, tiles of rows, row of its head 0 within the
@@ -18,8 +20,6 @@ import triton.language as tl
 
 from dsc.plugins.triton_rope import rotate_rows
 from dsc.plugins.triton_weights import decode_bytes, decode_e4m3, decode_nibbles
-
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -134,12 +134,32 @@ def _plan(
 
 
 @triton.jit
+def _queries_tile(
+    w, q, cos, sin, positions, queries, part, head, first_token, first, last, HEADS: tl.constexpr, NOPE: tl.constexpr,
+    ROPE: tl.constexpr, LATENT: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """TOKENS tokens of a head times w [NOPE, COLUMNS], columns `part` of W_UK; with part 0 also their rotated q_rope."""
+    t = first_token + tl.arange(0, TOKENS)
+    inside = t < last
+    x_at = q + t.to(tl.int64)[:, None] * (HEADS * (NOPE + ROPE)) + head * (NOPE + ROPE)
+    y_at = queries + ((t - first).to(tl.int64)[:, None] * HEADS + head) * (LATENT + ROPE)
+    x = tl.load(x_at + tl.arange(0, NOPE)[None, :], inside[:, None], 0.0)
+    y = tl.dot(x.to(w.dtype), w, input_precision="ieee").to(queries.dtype.element_ty)
+    tl.store(y_at + part * COLUMNS + tl.arange(0, COLUMNS)[None, :], y, inside[:, None])
+    if part == 0:
+        pairs = tl.load(x_at + NOPE + tl.arange(0, ROPE)[None, :], inside[:, None], 0.0).to(tl.float32)
+        turned = rotate_rows(pairs, cos, sin, tl.load(positions + t, inside, 0), inside, ROPE)
+        turned = turned.to(queries.dtype.element_ty)
+        tl.store(y_at + LATENT + tl.arange(0, ROPE)[None, :], turned, inside[:, None])
+
+
+@triton.jit
 def mla_queries(
     q, kv_b, kv_b_scales, cos, sin, positions, query_starts, sequence_lengths, queries, plan, places, first, last,
     sequences, capacity, processors, HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, V: tl.constexpr,
     LATENT: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, MATH: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, LONGEST: tl.constexpr, SEQUENCES: tl.constexpr, RANGES: tl.constexpr, SHORTEST: tl.constexpr,
-    OVERHEAD: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    KEYS: tl.constexpr, SEQUENCES: tl.constexpr, RANGES: tl.constexpr, SHORTEST: tl.constexpr, OVERHEAD: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """queries [last - first, HEADS, LATENT + ROPE] = [q_nope W_UK, rotated q_rope]; program 0 plans the work."""
     if tl.program_id(0) == 0:
@@ -148,40 +168,59 @@ def mla_queries(
             tl.extra.cuda.gdc_launch_dependents()
         _plan(
             query_starts, sequence_lengths, plan, places, first, last, sequences, capacity, processors, HEADS, ROWS, KEYS,
-            LONGEST, SEQUENCES, RANGES, SHORTEST, OVERHEAD,
+            0, SEQUENCES, RANGES, SHORTEST, OVERHEAD,
         )  # fmt: skip
     else:
         index = tl.program_id(0) - 1
-        part = index % (LATENT // COLUMNS)
-        head = index // (LATENT // COLUMNS) % HEADS
-        t = first + index // (LATENT // COLUMNS * HEADS) * TOKENS + tl.arange(0, TOKENS)
-        inside = t < last
+        PARTS: tl.constexpr = LATENT // COLUMNS
+        part, head = index % PARTS, index // PARTS % HEADS
         w_rows = head * (NOPE + V) + tl.arange(0, NOPE)
-        if not LONGEST:
-            w = weight_tile(kv_b, kv_b_scales, w_rows, part * COLUMNS, LATENT, COLUMNS, KIND, GROUP, MATH)
+        w = weight_tile(kv_b, kv_b_scales, w_rows, part * COLUMNS, LATENT, COLUMNS, KIND, GROUP, MATH)
         if PDL:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
-        wanted = True
-        if LONGEST:  # nothing to do where every token belongs to a longer query
-            b = tl.arange(0, SEQUENCES)
-            s = tl.load(query_starts + b, b < sequences, 0)
-            e = tl.load(query_starts + b + 1, b < sequences, 0)
-            t0 = first + index // (LATENT // COLUMNS * HEADS) * TOKENS
-            wanted = tl.max(((s < t0 + TOKENS) & (e > t0) & (e - s <= LONGEST)).to(tl.int32), 0) > 0
-        if wanted:
-            if LONGEST:
+        first_token = first + index // (PARTS * HEADS) * TOKENS
+        _queries_tile(
+            w, q, cos, sin, positions, queries, part, head, first_token, first, last, HEADS, NOPE, ROPE, LATENT, TOKENS,
+            COLUMNS,
+        )  # fmt: skip
+
+
+@triton.jit
+def mla_queries_mixed(
+    q, kv_b, kv_b_scales, cos, sin, positions, query_starts, sequence_lengths, queries, plan, places, first, last,
+    sequences, capacity, processors, HEADS: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr, V: tl.constexpr,
+    LATENT: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, MATH: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, LONGEST: tl.constexpr, SEQUENCES: tl.constexpr, RANGES: tl.constexpr, SHORTEST: tl.constexpr,
+    OVERHEAD: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `mla_queries`, of the sequences with at most LONGEST queries, by any number of programs: often there are none."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if tl.program_id(0) == 0:
+        _plan(
+            query_starts, sequence_lengths, plan, places, first, last, sequences, capacity, processors, HEADS, ROWS, KEYS,
+            LONGEST, SEQUENCES, RANGES, SHORTEST, OVERHEAD,
+        )  # fmt: skip
+    else:
+        b = tl.arange(0, SEQUENCES)
+        start = tl.load(query_starts + b, b < sequences, 0)
+        stop = tl.load(query_starts + b + 1, b < sequences, 0)
+        stop = tl.where(stop - start <= LONGEST, stop, start)  # longer ones count as empty
+        PARTS: tl.constexpr = LATENT // COLUMNS
+        tiles = (tl.minimum(tl.max(stop, 0), last) - first + TOKENS - 1) // TOKENS
+        for index in range(tl.program_id(0) - 1, tiles * (PARTS * HEADS), tl.num_programs(0) - 1):
+            part, head = index % PARTS, index // PARTS % HEADS
+            first_token = first + index // (PARTS * HEADS) * TOKENS
+            here = (tl.minimum(stop, first_token + TOKENS) > tl.maximum(start, first_token)).to(tl.int32)
+            if tl.max(here, 0) > 0:
+                w_rows = head * (NOPE + V) + tl.arange(0, NOPE)
                 w = weight_tile(kv_b, kv_b_scales, w_rows, part * COLUMNS, LATENT, COLUMNS, KIND, GROUP, MATH)
-            x_at = q + t.to(tl.int64)[:, None] * (HEADS * (NOPE + ROPE)) + head * (NOPE + ROPE)
-            y_at = queries + ((t - first).to(tl.int64)[:, None] * HEADS + head) * (LATENT + ROPE)
-            x = tl.load(x_at + tl.arange(0, NOPE)[None, :], inside[:, None], 0.0)
-            y = tl.dot(x.to(w.dtype), w, input_precision="ieee").to(queries.dtype.element_ty)
-            tl.store(y_at + part * COLUMNS + tl.arange(0, COLUMNS)[None, :], y, inside[:, None])
-            if part == 0:
-                pairs = tl.load(x_at + NOPE + tl.arange(0, ROPE)[None, :], inside[:, None], 0.0).to(tl.float32)
-                turned = rotate_rows(pairs, cos, sin, tl.load(positions + t, inside, 0), inside, ROPE)
-                turned = turned.to(queries.dtype.element_ty)
-                tl.store(y_at + LATENT + tl.arange(0, ROPE)[None, :], turned, inside[:, None])
+                _queries_tile(
+                    w, q, cos, sin, positions, queries, part, head, first_token, first, last, HEADS, NOPE, ROPE, LATENT,
+                    TOKENS, COLUMNS,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -241,34 +280,21 @@ def mla_attend(
 
 
 @triton.jit
-def mla_values(
-    partial, sums, kv_b, kv_b_scales, places, o, first, last, HEADS: tl.constexpr, NOPE: tl.constexpr, V: tl.constexpr,
-    LATENT: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, MATH: tl.constexpr, ROWS: tl.constexpr,
-    RANGES: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, MERGED: tl.constexpr,
-    PDL: tl.constexpr,
+def _values_tile(
+    partial, sums, kv_b, kv_b_scales, places, o, part, head, first_token, first, last, HEADS: tl.constexpr,
+    NOPE: tl.constexpr, V: tl.constexpr, LATENT: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    MATH: tl.constexpr, ROWS: tl.constexpr, RANGES: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """o[t, head] = (the merged pieces of the token and head) W_UV^T: TOKENS tokens and OUTPUTS of V columns a program.
-
-    MERGED ranges are read at once. Tokens of no piece give zeros.
-    """
-    part, head = tl.program_id(0), tl.program_id(1)
-    t = first + tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    """OUTPUTS columns of a head for TOKENS tokens."""
+    t = first_token + tl.arange(0, TOKENS)
     inside = t < last
     w_rows = head * (NOPE + V) + NOPE + part * OUTPUTS + tl.arange(0, OUTPUTS)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     place = places + (t - first) * 4
     piece, ranges, tiles = tl.load(place, inside, 0), tl.load(place + 1, inside, 0), tl.load(place + 2, inside, 0)
     row = tl.load(place + 3, inside, 0) + head
     slot = (piece + row // ROWS) * ROWS + row % ROWS
     step = tiles * ROWS
-    every = tl.arange(0, RANGES)[None, :]
-    logs = tl.load(sums + slot[:, None] + every * step[:, None], every < ranges[:, None], float("-inf"))
-    highest = tl.max(logs, 1)
-    base = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.sum(tl.exp2(logs - base[:, None]), 1)
-    inverse = tl.where(total > 0.0, 1.0 / total, 0.0)
     most = tl.max(ranges, 0)
     result = tl.zeros((TOKENS, OUTPUTS), tl.float32)
     if most <= 1:  # nothing to merge: partial sums are the sums
@@ -278,6 +304,12 @@ def mla_values(
             w = weight_tile(kv_b, kv_b_scales, w_rows, first_column, LATENT, COLUMNS, KIND, GROUP, MATH)
             result = tl.dot(x.to(w.dtype), w.T, result, input_precision="ieee")
     else:
+        every = tl.arange(0, RANGES)[None, :]
+        logs = tl.load(sums + slot[:, None] + every * step[:, None], every < ranges[:, None], float("-inf"))
+        highest = tl.max(logs, 1)
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        total = tl.sum(tl.exp2(logs - base[:, None]), 1)
+        inverse = tl.where(total > 0.0, 1.0 / total, 0.0)
         for first_column in tl.static_range(0, LATENT, COLUMNS):
             columns = first_column + tl.arange(0, COLUMNS)
             w = weight_tile(kv_b, kv_b_scales, w_rows, first_column, LATENT, COLUMNS, KIND, GROUP, MATH)
@@ -292,6 +324,50 @@ def mla_values(
             result = tl.dot(merged.to(w.dtype), w.T, result, input_precision="ieee")
     o_at = o + t.to(tl.int64)[:, None] * (HEADS * V) + head * V + part * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
     tl.store(o_at, result.to(o.dtype.element_ty), inside[:, None])
+
+
+@triton.jit
+def mla_values(
+    partial, sums, kv_b, kv_b_scales, places, o, first, last, HEADS: tl.constexpr, NOPE: tl.constexpr, V: tl.constexpr,
+    LATENT: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, MATH: tl.constexpr, ROWS: tl.constexpr,
+    RANGES: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, MERGED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """o[t, head] = (the merged pieces of the token and head) W_UV^T: TOKENS tokens and OUTPUTS of V columns a program.
+
+    MERGED ranges are read at once, COLUMNS of the latent at a time. Tokens of no piece give zeros.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    _values_tile(
+        partial, sums, kv_b, kv_b_scales, places, o, tl.program_id(0), tl.program_id(1),
+        first + tl.program_id(2) * TOKENS, first, last, HEADS, NOPE, V, LATENT, KIND, GROUP, MATH, ROWS, RANGES, TOKENS,
+        OUTPUTS, COLUMNS, MERGED,
+    )  # fmt: skip
+
+
+@triton.jit
+def mla_values_mixed(
+    partial, sums, kv_b, kv_b_scales, places, o, plan, query_starts, first, last, sequences, HEADS: tl.constexpr,
+    NOPE: tl.constexpr, V: tl.constexpr, LATENT: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    MATH: tl.constexpr, ROWS: tl.constexpr, RANGES: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr,
+    COLUMNS: tl.constexpr, MERGED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `mla_values` by any number of programs, for steps that often have neither pieces nor tokens of no sequence."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    PARTS: tl.constexpr = V // OUTPUTS
+    tiles = (last - first + TOKENS - 1) // TOKENS
+    if (tl.load(plan) == 0) & (tl.load(query_starts + sequences) >= last):
+        tiles = 0
+    for index in range(tl.program_id(0), tiles * (PARTS * HEADS), tl.num_programs(0)):
+        _values_tile(
+            partial, sums, kv_b, kv_b_scales, places, o, index % PARTS, index // PARTS % HEADS,
+            first + index // (PARTS * HEADS) * TOKENS, first, last, HEADS, NOPE, V, LATENT, KIND, GROUP, MATH, ROWS, RANGES,
+            TOKENS, OUTPUTS, COLUMNS, MERGED,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -68,14 +68,14 @@ def mla_expand(
 ):  # fmt: skip
     """kv [HEADS, SPAN, NOPE + V] and k_rope [SPAN, ROPE] of the tokens first .. first + SPAN of all contexts in a row.
 
-    A program makes UNITS units of one head; tokens behind a sequence's end give zeros.
+    UNITS units of one head at a time, by any number of programs; tokens behind a sequence's end give zeros.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    unit = first // UNIT + tl.program_id(0) * UNITS
-    head = tl.program_id(1)
-    if unit < tl.load(ends + sequences - 1):
+    units = tl.minimum(tl.load(ends + sequences - 1) - first // UNIT, SPAN // UNIT)
+    for index in range(tl.program_id(0), (units + UNITS - 1) // UNITS * HEADS, tl.num_programs(0)):
+        head, unit = index % HEADS, first // UNIT + index // HEADS * UNITS
         rows = tl.arange(0, UNITS * UNIT)
         slots = tl.zeros((UNITS * UNIT,), tl.int64)
         there = rows < 0
@@ -88,7 +88,7 @@ def mla_expand(
             slots = tl.where(mine, block.to(tl.int64) * BLOCK + token % BLOCK, slots)
             there = there | mine
         at = cache + slots[:, None] * (LATENT + ROPE)
-        local = (tl.program_id(0) * (UNITS * UNIT) + rows).to(tl.int64)
+        local = (unit * UNIT - first + rows).to(tl.int64)
         outputs = tl.arange(0, NOPE + V)
         sums = tl.zeros((UNITS * UNIT, NOPE + V), tl.float32)
         for column in tl.range(0, LATENT, COLUMNS):
@@ -97,7 +97,7 @@ def mla_expand(
             w_rows = (head * (NOPE + V) + outputs).to(tl.int64)
             w = tl.load(kv_b + w_rows[None, :] * LATENT + columns[:, None])
             sums = tl.dot(x, w, sums)
-        to = kv + (head.to(tl.int64) * SPAN + local)[:, None] * (NOPE + V) + outputs[None, :]
+        to = kv + (head * SPAN + local)[:, None] * (NOPE + V) + outputs[None, :]
         tl.store(to, sums.to(kv.dtype.element_ty))
         if head == 0:
             ropes = tl.arange(0, ROPE)[None, :]
@@ -150,9 +150,15 @@ def mla_prefill(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    tile, head = tl.program_id(0), tl.program_id(1)
-    owner = _owner(ends + sequences, tile, sequences, SEQUENCES)[0]
-    if owner < sequences:
+    tiles = tl.load(ends + 2 * sequences - 1)
+    if tl.load(ends + sequences - 1) * UNIT <= first:
+        tiles = 0
+    programs = tl.num_programs(0)
+    for turn in range(tl.cdiv(tiles * HEADS, programs)):
+        # There and back: in every turn the same programs would get the tiles that see most.
+        place = tl.where(turn % 2 == 0, tl.program_id(0), programs - 1 - tl.program_id(0))
+        tile, head = (turn * programs + place) % tiles, (turn * programs + place) // tiles
+        owner = _owner(ends + sequences, tile, sequences, SEQUENCES)[0]
         start, stop = tl.load(query_starts + owner), tl.load(query_starts + owner + 1)
         length = tl.load(sequence_lengths + owner)
         units = (length + UNIT - 1) // UNIT
@@ -165,7 +171,7 @@ def mla_prefill(
         begin = tl.maximum(first - context, 0)
         last_sees = length - (stop - tl.minimum(stop, start + row * ROWS + ROWS))
         end = tl.minimum(first + SPAN - context, last_sees)
-        if begin < end:
+        if (begin < end) & (head < HEADS):
             x_at = q + t.to(tl.int64)[:, None] * (HEADS * (NOPE + ROPE)) + head * (NOPE + ROPE)
             q_nope = tl.load(x_at + tl.arange(0, NOPE)[None, :], inside[:, None], 0.0)
             pairs = tl.load(x_at + NOPE + tl.arange(0, ROPE)[None, :], inside[:, None], 0.0).to(tl.float32)
@@ -175,7 +181,7 @@ def mla_prefill(
             total = tl.zeros((ROWS,), tl.float32)
             values = tl.zeros((ROWS, V), tl.float32)
             shift = context - first
-            of_head = kv + head.to(tl.int64) * (SPAN * (NOPE + V))
+            of_head = kv + head * tl.full((), SPAN * (NOPE + V), tl.int64)
             all_see = length - (stop - start - row * ROWS) + 1
             whole = begin + tl.maximum(tl.minimum(end, all_see) - begin, 0) // KEYS * KEYS
             highest, total, values = _attend(

@@ -1,0 +1,156 @@
+"""Kernels of Qkv and MlaAttention compiled without a GPU: nothing spills, tensor cores are used, sm_80 has no FP8 in it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.gpu import _program
+
+from dsc.compiler.codegen import Built, CubinCompiler
+from dsc.compiler.cubin import instructions
+from dsc.compiler.lower_gpu import lower_gpu
+from dsc.plugins.formats import parse_format
+from dsc.plugins.gpu_node import Arch
+from dsc.runtime.program import ProgramNode
+from dsc.runtime.steps import Kernel, Repeat, Step
+
+TENSOR_CORES = {"sm_80": "HMMA", "sm_90a": "HGMMA", "sm_100a": "UTCHMMA"}
+FP8_INSTRUCTIONS = {"QGMMA", "QMMA", "UTCQMMA"}
+WIDTHS = {"nope": 128, "rope": 64, "v": 128, "latent_dim": 512}
+
+
+def lowered(
+    op: str, inputs: dict[str, torch.Tensor], attributes: dict[str, object], arch: str, bounds: dict[str, int]
+) -> tuple[ProgramNode, dict[str, list[Built]]]:
+    """The node with its variants, and its kernels by entry."""
+    compiler = CubinCompiler(Arch(arch))
+    (program,) = lower_gpu([_program(op, inputs, attributes, bounds)], compiler)
+    kernels: dict[str, list[Built]] = {}
+    for built in compiler.built.values():
+        kernels.setdefault(built.compiled.entry, []).append(built)
+        assert built.resources.stack_bytes == 0, (built.compiled, built.resources)
+        used = instructions(built.cubin)
+        assert arch != "sm_80" or not used & FP8_INSTRUCTIONS, (built.compiled, used)
+    return program.nodes[0], kernels
+
+
+def empty(dtype: str, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+def weight(name: str, format_: str, *shape: int) -> dict[str, torch.Tensor]:
+    parts = parse_format(format_).parts(shape)
+    return {name if part == "data" else f"{name}.{part}": empty(dtype, *size) for part, (dtype, size) in parts.items()}
+
+
+def attention(
+    arch: str,
+    mode: str = "absorbed",
+    *,
+    heads: int = 16,
+    dtype: str = "bfloat16",
+    format_: str = "bf16",
+    tokens: int = 256,
+    block_tokens: int = 64,
+) -> tuple[ProgramNode, dict[str, list[Built]]]:
+    block_bytes = block_tokens * 576 * (2 if dtype == "bfloat16" else 4)
+    inputs = {
+        "q": empty(dtype, 4, heads * 192),
+        **weight("kv_b", format_, heads * 256, 512),
+        "cos": empty("float32", 4096, 32),
+        "sin": empty("float32", 4096, 32),
+        "positions": empty("int32", 4),
+        "query_starts": empty("int32", 4),
+        "sequence_lengths": empty("int32", 3),
+        "block_table": empty("int32", 3, 64),
+        "cache": empty("uint8", 100, block_bytes),
+    }
+    attributes = {"heads": heads, **WIDTHS, "scale": 0.135, "mode": mode, "cache_dtype": dtype, "kv_b_format": format_}
+    attributes |= {"block_tokens": block_tokens, "block_bytes": block_bytes}
+    return lowered("MlaAttention", inputs, attributes, arch, {"T": tokens, "B": 256, "P": 512})
+
+
+def entries(steps: tuple[Step, ...]) -> list[str]:
+    return [
+        name
+        for step in steps
+        for name in (
+            entries(step.steps) if isinstance(step, Repeat) else [step.entry] if isinstance(step, Kernel) else []
+        )
+    ]
+
+
+@pytest.mark.parametrize(("arch", "attend"), [("sm_80", "mla_attend"), ("sm_100a", "mla_attend"), ("sm_90a", "")])
+def test_absorbed_attention_compiles(arch: str, attend: str) -> None:
+    node, kernels = attention(arch)
+    attend = attend or "sm90_mla_decode"
+    (built,) = kernels[attend]
+    assert TENSOR_CORES[arch] in instructions(built.cubin)
+    assert [variant.guard for variant in node.variants] == ["T <= 4 and B <= 16", "T <= 16 and B <= 16", ""]
+    for variant in node.variants:
+        names = entries(variant.steps)
+        assert names[:2] == ["mla_queries", attend]
+        assert len(names) == 3
+
+
+@pytest.mark.parametrize("format_", ["fp8", "wint8", "wint4:128", "wint4:32"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_every_format_of_kv_b_compiles(arch: str, format_: str) -> None:
+    attention(arch, format_=format_)
+
+
+def test_other_blocks_do_without_the_hopper_kernel() -> None:
+    _, kernels = attention("sm_90a", block_tokens=16)
+    (built,) = kernels["mla_attend"]
+    assert "HGMMA" in instructions(built.cubin)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_float32_stays_float32(arch: str) -> None:
+    """No tensor core, whose float32 mode is tf32; and every length is attended absorbed."""
+    node, kernels = attention(arch, "expanded", dtype="float32", format_="fp32", tokens=4096)
+    for built in (one for several in kernels.values() for one in several):
+        assert not {name for name in instructions(built.cubin) if "MMA" in name}, built.compiled
+    assert all("mla_prefill" not in entries(variant.steps) for variant in node.variants)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_expanded_attention_compiles(arch: str) -> None:
+    node, kernels = attention(arch, "expanded", tokens=8192, format_="fp8")
+    for name in ("mla_expand", "mla_prefill"):
+        (built,) = kernels[name]
+        assert TENSOR_CORES[arch] in instructions(built.cubin)
+    assert [variant.guard for variant in node.variants] == [
+        "T <= 4 and B <= 16",
+        "T <= 16 and B <= 16",
+        "T <= 192",
+        "",
+    ]
+    assert ["mla_prefill" in entries(variant.steps) for variant in node.variants] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(("q_lora", "joint"), [(1536, 1), (0, 1), (1536, 0), (0, 0)])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_qkv_compiles(arch: str, q_lora: int, joint: int) -> None:
+    width = q_lora or 16 * 192
+    inputs = {
+        "x": empty("bfloat16", 4, 512),
+        **weight("w", "bf16", width + joint * 576, 512),
+        "kv_norm": empty("float32", 512),
+        "cos": empty("float32", 4096, 32),
+        "sin": empty("float32", 4096, 32),
+        "positions": empty("int32", 4),
+        "slots": empty("int32", 4),
+        "cache": empty("uint8", 100, 64 * 1152),
+    }
+    if q_lora:
+        inputs["q_norm"] = empty("float32", q_lora)
+    if not joint:
+        inputs |= weight("w_kv", "wint8", 576, 512)
+    attributes = {"q_width": width, "q_lora": q_lora, "heads": 16, "nope": 128, "latent": 512, "rope": 64}
+    attributes |= {"epsilon": 1e-6, "cache_dtype": "bfloat16", "block_tokens": 64, "block_bytes": 64 * 1152}
+    attributes |= {"joint": joint, "w_format": "bf16", "w_kv_format": "bf16" if joint else "wint8"}
+    node, kernels = lowered("Qkv", inputs, attributes, arch, {"T": 1024})
+    assert len(kernels["qkv_rows"]) == 1
+    assert node.variants[-1].guard == ""
+    assert all(entries(variant.steps)[-1] == "qkv_rows" for variant in node.variants)
