@@ -161,7 +161,7 @@ sm90_many_tokens(const __grid_constant__ TensorMap x, const char* __restrict__ w
     __syncthreads();
 
     if (warp >= 8) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
 #if PDL
         asm volatile("griddepcontrol.wait;" ::: "memory");
         asm volatile("griddepcontrol.launch_dependents;");
@@ -181,7 +181,7 @@ sm90_many_tokens(const __grid_constant__ TensorMap x, const char* __restrict__ w
             }
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         float sums[TILES][TOKENS / 2] = {};
         // Warp w of a warpgroup has rows 16 w.. of each of its tiles of 64.
         const int warp_row = first_row + warp / 4 * (64 * TILES) + warp % 4 * 16;
