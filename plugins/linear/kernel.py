@@ -1,8 +1,9 @@
-"""Linear on GPUs: one Triton kernel for every storage format, with tiles chosen by the number of tokens.
+"""Linear on GPUs: a kernel by the weight's format and the number of tokens.
 
-A few tokens read every weight once, so memory sets the pace: K is split until all multiprocessors work, and the last
-program of a tile adds up the parts in their order (the same sums in every run). Many tokens multiply bfloat16 by cuBLAS,
-integer codes after their dequantization.
+A few tokens read every weight once, so memory sets the pace: K is split until all multiprocessors work, and the parts are
+added in a fixed order (the same sums in every run). `linear` is the Triton kernel that serves every format, dtype and
+width; integer codes of whole steps of 128 columns stream through `few_tokens.cu` and, on Hopper, `sm90_many_tokens.cu`;
+many tokens go to cuBLAS in bfloat16, integer codes after their dequantization.
 """
 
 from __future__ import annotations
