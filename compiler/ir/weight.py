@@ -30,7 +30,17 @@ DTYPE_BYTES = {
 }  # fmt: skip
 
 # Classes by which recipes choose a format. All but the last are quantizable; "exact" weights keep their dtype.
-WEIGHT_CLASSES = ("experts", "attention", "kv_b", "dense_mlp", "shared_experts", "embeddings", "lm_head", "eh_proj", "exact")
+WEIGHT_CLASSES = (
+    "experts",
+    "attention",
+    "kv_b",
+    "dense_mlp",
+    "shared_experts",
+    "embeddings",
+    "lm_head",
+    "eh_proj",
+    "exact",
+)
 
 
 @dataclass(frozen=True)
