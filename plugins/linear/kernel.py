@@ -170,8 +170,8 @@ TILES: dict[str, tuple[Plan, ...]] = {
     ),
     "wint4": (
         (8, Tile(8, 64, True, stages=6, programs=4)),
-        (16, Tile(16, 128, False, stages=5)),
-        (64, Tile(64, 128, False, stages=3)),
+        (16, Tile(16, 64, False, stages=5)),
+        (64, Tile(64, 64, False, stages=3)),
         (256, Tile(128, 128, True, warps=8, stages=3, programs=1)),
         (0, Tile(128, 128, True, warps=8, stages=3, programs=1)),
     ),
@@ -186,7 +186,9 @@ TILES_MMA: dict[str, tuple[Plan, ...]] = {
         (0, Tile(64, 128, False, warps=8, stages=3)),
     ),
 }
-# What is faster where it applies.
+# Kernels that are compiled and tested, and that no node takes: no GPU has been seen to agree with the reference on them.
+# tests/gpu/test_linear.py runs them all the same; what passes there leaves this set.
+ON_TRIAL = frozenset({"few_tokens", "sm90_many_tokens"})
 FEW: dict[str, tuple[Few, ...]] = {
     "wint8": (Few(4, 8, 1, 4, 4, 2), Few(8, 8, 1, 4, 4, 2), Few(16, 8, 2, 4, 2)),
     "wint4": (Few(4, 8, 1, 6, 4, 2), Few(8, 8, 1, 6, 4, 2), Few(16, 8, 2, 6, 2)),
@@ -280,9 +282,11 @@ class _Job:
         kind, plans = self.format.kind, list[Plan]()
         if self.math == "fp32":
             return [*FLOAT32]
-        if few_tokens.applies(self.format, self.x.dtype, self.k):
+        if "few_tokens" not in ON_TRIAL and few_tokens.applies(self.format, self.x.dtype, self.k):
             plans += [(few.tokens, few) for few in FEW[kind]]
-        if sm90_many_tokens.applies(self.format, self.x.dtype, (self.n, self.k), self.node.arch):
+        size = (self.n, self.k)
+        many = sm90_many_tokens.applies(self.format, self.x.dtype, size, self.node.arch)
+        if many and "sm90_many_tokens" not in ON_TRIAL:
             plans += MANY[kind]
         else:
             tiles = (TILES if self.node.arch.name == "sm_90a" else TILES_MMA)[kind]

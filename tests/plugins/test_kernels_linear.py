@@ -10,6 +10,7 @@ from dsc.compiler.codegen import CubinCompiler
 from dsc.compiler.cubin import instructions
 from dsc.plugins.formats import parse_format
 from dsc.plugins.gpu_node import Arch, GpuNode
+from dsc.plugins.linear import kernel
 from dsc.plugins.linear.kernel import lower
 from dsc.plugins.lm_head.kernel import lower as lower_head
 from dsc.plugins.schema import Type, load_op
@@ -51,7 +52,14 @@ def variants_of(node: GpuNode) -> tuple[Variant, ...]:
 
 
 @functools.cache
-def compiled(op_name: str, format_: str, arch: str, dtype: str = "bfloat16") -> CubinCompiler:
+def compiled(op_name: str, format_: str, arch: str, dtype: str = "bfloat16", trial: bool = False) -> CubinCompiler:
+    with pytest.MonkeyPatch.context() as patch:
+        if trial:
+            patch.setattr(kernel, "ON_TRIAL", frozenset())
+        return _compiled(op_name, format_, arch, dtype)
+
+
+def _compiled(op_name: str, format_: str, arch: str, dtype: str) -> CubinCompiler:
     node = node_of(op_name, format_, arch, dtype)
     variants_of(node)
     assert isinstance(node.compiler, CubinCompiler)
@@ -59,9 +67,10 @@ def compiled(op_name: str, format_: str, arch: str, dtype: str = "bfloat16") -> 
     return node.compiler
 
 
+@pytest.mark.parametrize("trial", [False, True])
 @pytest.mark.parametrize(("arch", "format_"), COMPILED)
-def test_kernels_stay_in_registers(format_: str, arch: str):
-    built = compiled("Linear", format_, arch).built
+def test_kernels_stay_in_registers(format_: str, arch: str, trial: bool):
+    built = compiled("Linear", format_, arch, trial=trial).built
     assert built
     for source, one in built.items():
         assert one.resources.stack_bytes == 0, source
@@ -79,7 +88,11 @@ def test_kernels_stay_in_registers(format_: str, arch: str):
     ],
 )
 def test_hopper_instructions(format_: str, entry: str, instruction: str):
-    built = [one for one in compiled("Linear", format_, "sm_90a").built.values() if one.compiled.entry == entry]
+    built = [
+        one
+        for one in compiled("Linear", format_, "sm_90a", trial=entry != "linear").built.values()
+        if one.compiled.entry == entry
+    ]
     assert len(built) > 1
     assert all(instruction in instructions(one.cubin) for one in built)
 
@@ -94,7 +107,10 @@ def test_float32_activations_stay_float32(format_: str):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
 @pytest.mark.parametrize("format_", FORMATS)
-def test_variants_cover_every_count_and_no_more(format_: str, arch: str):
+@pytest.mark.parametrize("trial", [False, True])
+def test_variants_cover_every_count_and_no_more(format_: str, arch: str, trial: bool, monkeypatch: pytest.MonkeyPatch):
+    if trial:
+        monkeypatch.setattr(kernel, "ON_TRIAL", frozenset())
     for op, count in (("Linear", "T"), ("LmHead", "R")):
         variants = variants_of(node_of(op, format_, arch))
         limits = [int(variant.guard.removeprefix(f"{count} <= ")) for variant in variants[:-1]]
