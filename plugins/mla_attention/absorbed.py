@@ -150,8 +150,8 @@ class Absorbed:
 
     def cases(self, most: int = 0) -> tuple[Case, ...]:
         """Tiles by the step's size, the fewest tokens first; with `most` those of the last also for at most so many."""
-        cases = MANY_HEADS if int(self.node.attributes["heads"]) >= 64 else FEW_HEADS
-        cases = FLOAT32 if self.math == "fp32" else cases
+        by_heads = MANY_HEADS if int(self.node.attributes["heads"]) >= 64 else FEW_HEADS
+        cases: tuple[Case, ...] = FLOAT32 if self.math == "fp32" else by_heads
         return (*cases[:-1], replace(cases[-1], tokens=most), cases[-1]) if most else cases
 
     def steps(self, case: Case, longest: int = 0) -> tuple[Step, ...]:

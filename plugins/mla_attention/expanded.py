@@ -36,7 +36,7 @@ class Tiles:
 def tiles_for(arch: Arch) -> Tiles:
     """By architecture: what its registers and shared memory hold."""
     if arch.capability >= 100:
-        return Tiles(128, 128, 8, 2, 2, 64, 3)
+        return Tiles(128, 64, 8, 2, 2, 64, 3)
     return Tiles(128, 64, 8, 3, 2, 64, 3) if arch.capability >= 90 else Tiles(64, 32, 4, 2, 1, 32, 3, programs=2)
 
 
