@@ -27,5 +27,6 @@ class Norm:
     def rows(self, x: NDArray[np.float32], out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
         """The same on arrays."""
         length = np.sqrt(np.vecdot(x, x) + self._floor)
-        made = np.divide(x, length[..., None], out)
-        return np.multiply(made, self._weight, made)
+        made: NDArray[np.float32] = np.divide(x, length[..., None], out)
+        made *= self._weight
+        return made

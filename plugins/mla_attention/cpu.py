@@ -81,17 +81,18 @@ def _absorbed(
     all heads, and the mask has a row per query. Values are whole cached rows, since the fused kernel wants equal
     widths; the rope part of the sum is dropped.
     """
-    q_THD = q.float().numpy().reshape(len(q), sizes.heads, sizes.nope + sizes.rope)
-    made_THE = np.empty((len(q), sizes.heads, sizes.latent + sizes.rope), np.float32)
+    tokens = q.shape[0]
+    q_THD = q.float().numpy().reshape(tokens, sizes.heads, sizes.nope + sizes.rope)
+    made_THE = np.empty((tokens, sizes.heads, sizes.latent + sizes.rope), np.float32)
     made_THE[..., : sizes.latent] = kv_b.to_latents(step, q_THD[..., : sizes.nope]).float().numpy()
     turned = made_THE[..., sizes.latent :].view(np.complex64)
     np.multiply(q_THD[..., sizes.nope :].view(np.complex64), plan.turns, turned)
     q_THE = torch.from_numpy(made_THE)
-    sums_dtype = kv_b.sums_dtype(len(q))
+    sums_dtype = kv_b.sums_dtype(tokens)
     sums_HTL = q_THE
-    if len(q) > 1:
+    if tokens > 1:
         make = torch.empty if plan.whole else torch.zeros
-        sums_HTL = make((sizes.heads, len(q), sizes.latent), dtype=sums_dtype)
+        sums_HTL = make((sizes.heads, tokens, sizes.latent), dtype=sums_dtype)
     for group in plan.groups:
         found = rows[group.slots] if isinstance(group.slots, slice) else rows.index_select(0, group.slots)
         # The fused kernel is faster in float32, which wins while the converted keys stay in the processor's cache.
@@ -107,7 +108,7 @@ def _absorbed(
             mask_GQ1S = None if mask is None else mask.unsqueeze(2)
             sums_GQHE = scaled_dot_product_attention(q_GQHE, keys_GQSE, keys_GQSE, mask_GQ1S, scale=sizes.scale)
             sums_HnL = sums_GQHE.narrow(-1, 0, sizes.latent).flatten(0, 1).transpose(0, 1)
-            if len(q) == 1:
+            if tokens == 1:
                 sums_HTL = sums_HnL.to(sums_dtype)
             elif part.real is None:
                 sums_HTL[:, part.rows] = sums_HnL

@@ -75,9 +75,13 @@ class Experts:
         """Pair by pair, without sorting and gathering: while few tokens share an expert, it has little to gain."""
         tokens, chosen = weights_TK.shape
         prepared = self._gate_up[0].prepare(x)
-        rows = [prepared] * chosen if tokens == 1 else [row for row in prepared.split(1) for _ in range(chosen)]
+        rows = (
+            [prepared] * chosen
+            if tokens == 1
+            else [row for row in prepared.unsqueeze(1).unbind(0) for _ in range(chosen)]
+        )
         hidden_PF = swiglu(_apply(self._gate_up, experts, rows))
-        out_PD = _apply(self._down, experts, self._down[0].prepare(hidden_PF).split(1)).float().numpy()
+        out_PD = _apply(self._down, experts, self._down[0].prepare(hidden_PF).unsqueeze(1).unbind(0)).float().numpy()
         return torch.from_numpy(np.matmul(weights_TK[:, None], out_PD.reshape(tokens, chosen, -1))[:, 0])
 
     def _by_expert(self, x: torch.Tensor, ids_TK: NDArray[np.int32], weights_TK: NDArray[np.float32]) -> torch.Tensor:

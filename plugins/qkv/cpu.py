@@ -36,10 +36,9 @@ def bind(node: CpuNode) -> Run:
         made = products[0](x) if len(products) == 1 else torch.cat([product(x) for product in products], -1)
         exact = made.float().numpy()  # of this call's own memory
         if q_norm is not None:
-            q = exact[:, :q_width]
-            q_norm.rows(q, q)
-        latents = exact[:, q_width : q_width + latent]
-        kv_norm.rows(latents, latents)
+            q_norm.rows(exact[:, :q_width], exact[:, :q_width])
+        wide = exact[:, q_width : q_width + latent]
+        kv_norm.rows(wide, wide)
         keys = exact[:, q_width + latent :].view(np.complex64)
         np.multiply(keys, step.once("turns", lambda: step_turns(step, cos, sin, positions).numpy()), keys)
         rows = cache_rows(cache, cache_dtype, latent + rope)

@@ -5,6 +5,7 @@ Legend: T tokens, E experts, G groups, K experts per token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,8 @@ def bind(node: CpuNode) -> Run:
     """Scores by torch, choices by numpy, whose calls on a few rows cost a fraction of torch's."""
     a = node.attributes
     w = node.constants["w"].float()
-    score = {"sigmoid": torch.sigmoid, "softmax": _softmax}[str(a["scoring"])]
+    scores: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"sigmoid": torch.sigmoid, "softmax": _softmax}
+    score = scores[str(a["scoring"])]
     choose = Choose(
         bias=node.constants["bias"].float().numpy() if "bias" in node.constants else None,
         top_k=int(a["top_k"]),
@@ -59,7 +61,7 @@ class Choose:
     def __call__(self, scores_TE: NDArray[np.float32]) -> NDArray[np.int64]:
         choice_TE = scores_TE if self.bias is None else scores_TE + self.bias
         if self.group_score != "none" and self.topk_groups < self.groups:
-            choice_TGE = choice_TE.reshape(len(choice_TE), self.groups, -1)
+            choice_TGE = choice_TE.reshape(len(choice_TE), self.groups, choice_TE.shape[1] // self.groups)
             dropped_TG = _best_first(self._rate(choice_TGE))[:, self.topk_groups :]
             kept_TG1 = np.zeros((len(choice_TE), self.groups, 1), np.float32)
             kept_TG1[np.arange(len(choice_TE))[:, None], dropped_TG] = -np.inf
@@ -69,10 +71,11 @@ class Choose:
     def _rate(self, choice_TGE: NDArray[np.float32]) -> NDArray[np.float32]:
         """[T, G]"""
         if self.group_score == "max":
-            return choice_TGE.max(-1)
-        size = choice_TGE.shape[-1]
-        best = np.partition(choice_TGE, size - 2, -1) if size > 2 else choice_TGE
-        return best[..., -1] + best[..., -2]
+            highest: NDArray[np.float32] = choice_TGE.max(-1)
+            return highest
+        best = np.partition(choice_TGE, -2, -1)
+        two_best: NDArray[np.float32] = best[..., -1] + best[..., -2]
+        return two_best
 
 
 def _best_first(values: NDArray[np.float32]) -> NDArray[np.int64]:

@@ -5,7 +5,9 @@ Legend: R rows, V vocabulary.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dsc.plugins.cpu_node import CpuNode, Run, StepMemo
 from dsc.plugins.sample.philox import uniform
@@ -28,26 +30,34 @@ def _run(
     token_mask: torch.Tensor,
     drafts: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    allowed = _mask(logits, token_mask)
-    best, tokens = allowed.max(-1)
-    sampled = temperature.nonzero().flatten()
-    if len(sampled):
+    raw_RV = logits.numpy()
+    mask = token_mask.numpy()
+    allowed_RV = raw_RV if (mask == -1).all() else _mask(raw_RV, mask)
+    chosen = allowed_RV.argmax(-1)
+    rows = np.arange(len(chosen))
+    best = allowed_RV[rows, chosen]
+    if temperature.numpy().any():
+        sampled = temperature.nonzero().flatten()
         limits = [x[sampled] for x in (temperature, top_p, top_k, min_p)]
-        tokens[sampled] = _draw(allowed[sampled], uniform(seeds[sampled], positions[sampled]), *limits)
-    # NaN or infinite where the raw logits hold a NaN or an infinity, or where nothing is allowed.
-    total = logits.logsumexp(-1)
-    broken = (total - best).isfinite().logical_not_()
-    logprobs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - total
-    tokens = tokens.masked_fill_(broken, -1).int()
-    return tokens, _accept(tokens, drafts), logprobs.masked_fill_(broken, torch.nan)
+        u = uniform(seeds[sampled], positions[sampled])
+        chosen[sampled.numpy()] = _draw(torch.from_numpy(allowed_RV)[sampled], u, *limits).numpy()
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        # NaN or infinite where the raw logits hold a NaN or an infinity, or where nothing is allowed.
+        highest = raw_RV.max(-1)
+        total = np.log(np.exp(raw_RV - highest[:, None]).sum(-1)) + highest
+        broken = ~np.isfinite(total - best)
+        logprobs = raw_RV[rows, chosen] - total
+    tokens = chosen.astype(np.int32)
+    if broken.any():
+        tokens[broken], logprobs[broken] = -1, np.nan
+    return torch.from_numpy(tokens), _accept(tokens.tolist(), drafts.tolist()), torch.from_numpy(logprobs)
 
 
-def _mask(logits: torch.Tensor, token_mask: torch.Tensor) -> torch.Tensor:
-    """logits [R, V] with -inf where the token's bit is clear; logits themselves where every bit is set."""
-    if bool((token_mask == -1).all()):
-        return logits
-    bits = token_mask.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32) & 1
-    return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
+def _mask(raw_RV: NDArray[np.float32], token_mask: NDArray[np.int32]) -> NDArray[np.float32]:
+    """The logits with -inf where the token's bit is clear."""
+    bits = token_mask[..., None] >> np.arange(32, dtype=np.int32) & 1
+    allowed = bits.reshape(len(bits), -1)[:, : raw_RV.shape[1]] != 0
+    return np.where(allowed, raw_RV, np.float32(-np.inf))
 
 
 def _draw(
@@ -73,10 +83,10 @@ def _draw(
     return order_RV.gather(-1, place.clamp_max_(vocabulary - 1)).squeeze(-1)
 
 
-def _accept(tokens: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+def _accept(tokens: list[int], drafts: list[int]) -> torch.Tensor:
     """int32 [R]: 1 up to the first refused draft of each sequence. A row without a draft ends its sequence."""
     accepted, going = [], True
-    for token, draft in zip(tokens.tolist(), drafts.tolist(), strict=True):
+    for token, draft in zip(tokens, drafts, strict=True):
         accepted.append(int(going and token == draft >= 0))
         going = draft < 0 or accepted[-1] > 0
     return torch.tensor(accepted, dtype=torch.int32)
