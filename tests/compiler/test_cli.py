@@ -222,6 +222,16 @@ def test_recipes_tell_file_and_line(tmp_path: Path) -> None:
     assert "cannot be read as UTF-8 text" in refusal("compile", "--recipe", path)
 
 
+def test_a_recipes_model_may_lie_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (TINY_R1.parents[1] / "recipes" / "tiny-r1-wint4.yaml").read_text()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "model").symlink_to(TINY_R1)
+    (tmp_path / "mine" / "own.yaml").write_text(text.replace("model: examples/tiny-r1", "model: model"))
+    monkeypatch.chdir(tmp_path)
+    assert dsc("compile", "--recipe", "mine/own.yaml").exit_code == 0
+    assert (tmp_path / "own.engine").is_dir()
+
+
 def test_bytes_that_are_no_text(engine: Path) -> None:
     assert "standard input is not UTF-8 text" in refusal("generate", engine, stdin=b"\xff\xfe")
     assert "UTF-8" in refusal("generate", engine, "--prompt", "caf\udce9")
