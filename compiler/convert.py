@@ -18,7 +18,6 @@ from dsc.plugins.stored import FP8_BLOCK
 from dsc.runtime.errors import DscError
 
 COPIED_ELEMENTS = 1 << 19  # at a time, of what is stored as it is
-KEPT_BYTES = 1 << 18
 # Of memory for one element of a piece, at most: the values, what quantizers make of them, and the stored bytes.
 PIECE_BYTES = 40
 # Bits of a float without its sign, as an integer of its size, and the smallest of them that is no number.
@@ -39,7 +38,7 @@ def convert(job: Job, read: Read, write: Write, advance: Callable[[int], None]) 
     """
     try:
         if isinstance(job.segment, Quantize):
-            return _round(job, job.segment, _keep_small(job, read), write, advance)
+            return _round(job, job.segment, read, write, advance)
         for target in job.targets.values():
             row_bytes = target.expression.nbytes // target.expression.shape[0]
             for rows in pieces(target.expression):
@@ -85,21 +84,6 @@ def _round(job: Job, segment: Quantize, read: Read, write: Write, advance: Calla
         found.append(made.errors)
     total = add_errors(found)
     return replace(total, grids=dict.fromkeys(total.grids, 1))
-
-
-def _keep_small(job: Job, read: Read) -> Read:
-    """Reads the small sources of a job, scales of blocks, once instead of for every piece."""
-    small = {source.name for source in job.sources if source.nbytes <= KEPT_BYTES}
-    kept: dict[str, torch.Tensor] = {}
-
-    def read_kept(name: str, rows: slice | None) -> torch.Tensor:
-        if name not in small:
-            return read(name, rows)
-        if name not in kept:
-            kept[name] = read(name, None)
-        return kept[name] if rows is None else kept[name][rows]
-
-    return read_kept
 
 
 def choose_grid(segment: Quantize, read: Read) -> str:

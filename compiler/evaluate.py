@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from dsc.compiler import tables
-from dsc.compiler.float8 import scaled_e4m3
+from dsc.compiler.float8 import e4m3_to_float32
 from dsc.compiler.ir.weight import Cast, Concat, Dequantize, Expression, Generated, Quantize, Reshape, Source, Stack
 from dsc.compiler.quantize import quantize
 
@@ -75,17 +75,15 @@ def _dequantize(expression: Dequantize, read: Read, rows: Rows) -> torch.Tensor:
     height, width = expression.block
     first = rows[0] // height
     codes = evaluate(expression.x, read, rows)
+    values = e4m3_to_float32(codes) if codes.dtype == torch.float8_e4m3fn else codes.to(torch.float32, copy=True)
     scales = evaluate(expression.scales, read, (first, -(-rows[1] // height))).to(torch.float32)
-    if len(scales) > 1:  # one for each row of codes, counted from the first block row
-        scales = scales[torch.arange(rows[0], rows[1]) // height - first]
-    if codes.shape[1] % width:
-        scales = scales.repeat_interleave(width, 1)[:, : codes.shape[1]].unsqueeze(-1)
-    else:
-        scales = scales.unsqueeze(-1)
-    groups = codes.view(len(codes), scales.shape[1], -1)
-    if codes.dtype == torch.float8_e4m3fn:
-        return scaled_e4m3(groups, scales).view(codes.shape)
-    return groups.to(torch.float32, copy=True).mul_(scales).view(codes.shape)
+    whole = values.shape[1] // width
+    for block, row_of_scales in enumerate(scales, first):
+        part = values[max(block * height - rows[0], 0) : (block + 1) * height - rows[0]]
+        part[:, : whole * width].view(len(part), whole, width).mul_(row_of_scales[:whole].unsqueeze(1))
+        if len(row_of_scales) > whole:
+            part[:, whole * width :].mul_(row_of_scales[whole])
+    return values
 
 
 def _overlaps(expression: Concat, rows: Rows | None) -> Iterator[tuple[Expression, Rows | None]]:

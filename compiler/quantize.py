@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from dsc.compiler.float8 import e4m3_to_float32
@@ -23,13 +22,13 @@ from dsc.plugins.formats import Format
 from dsc.plugins.stored import FP8_BLOCK, FP8_MAX
 
 RUN_ELEMENTS = 1 << 18
-SAMPLED_ELEMENTS, SAMPLED_RUNS = 1 << 18, 4
+SAMPLED_ELEMENTS, SAMPLED_RUNS = 1 << 19, 8
 # Subnormal scales would overflow the codes, and differ with flush-to-zero.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 SUMMED_COLUMNS = 128
 LARGEST_STEP, SMALLEST_STEP = 2.0**40, 2.0**-40
 GRIDS = ("-7..7", "-8..7")
-Float64s = npt.NDArray[np.float64]
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float8_e4m3fn", "int8", "uint8")}
 
 
 class _Buffers(threading.local):
@@ -105,8 +104,8 @@ class _Run:
     """Some rows of a matrix, rounded: stored parts, and for each row the squares of its errors and of its values."""
 
     parts: dict[str, torch.Tensor]
-    squares: Float64s
-    norms: Float64s
+    squares: torch.Tensor
+    norms: torch.Tensor
     saturated: int = 0
     zero_groups: int = 0
 
@@ -153,32 +152,41 @@ def sampled_rows(shape: Sequence[int]) -> list[tuple[int, int]]:
 
 def _quantize(x_NK: torch.Tensor, format_: Format, grid: str) -> Quantized:
     rows, columns = x_NK.shape
+    parts = {
+        part: torch.empty(shape, dtype=DTYPES[dtype]) for part, (dtype, shape) in format_.parts(x_NK.shape).items()
+    }
+    squares_N, norms_N = torch.empty(rows, dtype=torch.float64), torch.empty(rows, dtype=torch.float64)
+    saturated = zero_groups = 0
     alike = FP8_BLOCK if format_.kind == "fp8" else 1  # rows that share scales
     step = max(RUN_ELEMENTS // columns // alike, 1) * alike
-    runs = [_round(x_NK[start : start + step], format_, grid) for start in range(0, rows, step)]
-    squares_N, norms_N = (np.concatenate([getattr(run, name) for run in runs]) for name in ("squares", "norms"))
+    for start in range(0, rows, step):
+        run = _round(x_NK[start : start + step], format_, grid)
+        for part, values in run.parts.items():
+            first = start // alike if part == "scales" else start
+            parts[part][first : first + len(values)] = values
+        squares_N[start : start + step] = run.squares
+        norms_N[start : start + step] = run.norms
+        saturated += run.saturated
+        zero_groups += run.zero_groups
     errors = Errors(
         square=math.fsum(squares_N.tolist()),
         norm=math.fsum(norms_N.tolist()),
-        worst_row=math.sqrt(float((squares_N / np.maximum(norms_N, np.finfo(np.float64).tiny)).max())),
-        saturated=sum(run.saturated for run in runs),
-        zero_groups=sum(run.zero_groups for run in runs),
+        worst_row=math.sqrt(float((squares_N / norms_N.clamp_min(torch.finfo(torch.float64).tiny)).max())),
+        saturated=saturated,
+        zero_groups=zero_groups,
         grids={grid: 1} if grid else {},
     )
-    if len(runs) == 1:
-        return Quantized(runs[0].parts, errors)
-    return Quantized({part: torch.cat([run.parts[part] for run in runs]) for part in runs[0].parts}, errors)
+    return Quantized(parts, errors)
 
 
-def sums(x: torch.Tensor) -> Float64s:
+def sums(x: torch.Tensor) -> torch.Tensor:
     """Sums of each row of x [N, K] in float64, their order fixed whatever the threads and the vector width.
 
     Whole columns are added first, one after another, in x's dtype; numpy adds the up to 128 left of each row pairwise.
     """
     columns = math.gcd(x.shape[1], SUMMED_COLUMNS)
-    partial = x.view(len(x), -1, columns).sum(1).double()
-    totals: Float64s = np.add.reduce(partial.numpy(), -1)
-    return totals
+    partial = x.view(len(x), -1, columns).sum(1).numpy()
+    return torch.from_numpy(np.add.reduce(partial, -1, dtype=np.float64))
 
 
 def _round(x: torch.Tensor, format_: Format, grid: str) -> _Run:
@@ -191,7 +199,7 @@ def _round(x: torch.Tensor, format_: Format, grid: str) -> _Run:
     data = x.to(torch.bfloat16 if format_.kind == "bf16" else torch.float32)
     exact = x.double()
     norms = sums(exact.square())
-    if not bool(np.isfinite(norms).all()) or not math.isfinite(data.abs().amax()):
+    if not bool(torch.isfinite(norms).all()) or not bool(torch.isfinite(data.abs().amax())):
         raise NotFiniteError("NaN or infinity")
     return _Run({"data": data}, sums(exact.sub_(data).square_()), norms)
 
@@ -199,7 +207,7 @@ def _round(x: torch.Tensor, format_: Format, grid: str) -> _Run:
 def _wint4(x: torch.Tensor, group: int, grid: str) -> _Run:
     groups_NgG = x.reshape(len(x), -1, group)
     high, low = groups_NgG.amax(-1), groups_NgG.amin(-1)
-    widest = torch.maximum(high, low.neg_()).div_(7) if grid == "-7..7" else torch.maximum(high / 7.5, low / -8.5)
+    widest = torch.maximum(high, low.neg()) / 7 if grid == "-7..7" else torch.maximum(high / 7.5, low / -8.5)
     scales, zero_groups = _bf16_scales(widest)
     steps_Ng1 = scales.float().unsqueeze(-1)
     ratios = torch.div(groups_NgG, steps_Ng1, out=_BUFFERS.take("ratios", groups_NgG.shape))
@@ -215,14 +223,13 @@ def _wint4(x: torch.Tensor, group: int, grid: str) -> _Run:
 
 
 def _pack(codes: torch.Tensor) -> torch.Tensor:
-    """int8 [..., K] in -8..7 -> uint8 [..., K/2], the low nibble the even k. Two codes at a time; codes is overwritten."""
-    low = codes.view(torch.int16).bitwise_and_(0x0F0F)
-    high = torch.bitwise_right_shift(low, 4, out=_BUFFERS.take("high", low.shape, torch.int16))
-    return high.bitwise_or_(low).to(torch.uint8)
+    """int8 [..., K] in -8..7 -> uint8 [..., K/2], the low nibble the even k. Two codes at a time, as an int16."""
+    nibbles = codes.view(torch.int16) & 0x0F0F
+    return (nibbles >> 4).bitwise_or_(nibbles).to(torch.uint8)
 
 
 def _wint8(x: torch.Tensor) -> _Run:
-    widest = torch.maximum(x.amax(-1, True), x.amin(-1, True).neg_()).div_(127)
+    widest = torch.maximum(x.amax(-1, True), x.amin(-1, True).neg()) / 127
     scales, zero_groups = _bf16_scales(widest)
     steps_N1 = scales.float()
     ratios = torch.div(x, steps_N1, out=_BUFFERS.take("ratios", x.shape))
@@ -236,32 +243,28 @@ def _wint8(x: torch.Tensor) -> _Run:
 def _bf16_scales(scales: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Scales as stored, and how many groups hold nothing: those get scale 1."""
     empty = scales < SMALLEST_SCALE
-    zero_groups = int(np.count_nonzero(empty.numpy()))
-    return (scales.masked_fill(empty, 1.0) if zero_groups else scales).to(torch.bfloat16), zero_groups
+    return scales.masked_fill(empty, 1.0).to(torch.bfloat16), int(np.count_nonzero(empty.numpy()))
 
 
 def _measure(
     x_NgG: torch.Tensor, errors_NgG: torch.Tensor, steps_Ng1: torch.Tensor, widest_Ng: torch.Tensor
-) -> tuple[Float64s, Float64s]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Squares of each row's values and of its errors, which are given in steps and overwritten.
 
     widest  what the steps were before they were rounded and the empty ones became 1: it shows NaN, infinity and how large
             a row's values are. Where squares would overflow or underflow, rows are measured in powers of two near that.
     """
     largest = widest_Ng.amax(-1)
-    top, bottom = float(largest.numpy().max()), float(largest.numpy().min())
-    if not math.isfinite(top):
+    if not bool(np.isfinite(largest.numpy()).all()):
         raise NotFiniteError("NaN or infinity")
-    units = None
-    if top > LARGEST_STEP or bottom < SMALLEST_STEP:
-        units = torch.exp2(torch.frexp(largest).exponent.clamp_(-126, 126).float()).view(-1, 1, 1)
-        x_NgG, steps_Ng1 = x_NgG / units, steps_Ng1 / units
-    squares = sums(errors_NgG.mul_(steps_Ng1).square_().view(len(x_NgG), -1))
-    norms = sums(torch.square(x_NgG, out=errors_NgG).view(len(x_NgG), -1))
-    if units is not None:
-        factors = units.view(-1).double().square_().numpy()
-        norms, squares = norms * factors, squares * factors
-    return norms, squares
+    units = torch.ones((), dtype=torch.float64)
+    if float(largest.max()) > LARGEST_STEP or float(largest.min()) < SMALLEST_STEP:
+        exponents = torch.exp2(torch.frexp(largest).exponent.float())
+        x_NgG, steps_Ng1 = x_NgG / exponents.view(-1, 1, 1), steps_Ng1 / exponents.view(-1, 1, 1)
+        units = exponents.double().square_()
+    squares = sums(errors_NgG.mul_(steps_Ng1).square_().flatten(1))
+    norms = sums(torch.square(x_NgG, out=errors_NgG).flatten(1))
+    return norms * units, squares * units
 
 
 def _fp8(x: torch.Tensor) -> _Run:

@@ -172,8 +172,8 @@ TILES: dict[str, tuple[Plan, ...]] = {
         (8, Tile(8, 64, True, stages=6, programs=4)),
         (16, Tile(16, 64, False, stages=5)),
         (64, Tile(64, 64, False, stages=3)),
-        (256, Tile(128, 128, True, warps=8, stages=3, programs=1)),
-        (0, Tile(128, 128, True, warps=8, stages=3, programs=1)),
+        (256, Tile(128, 64, True, warps=8, stages=3, programs=1)),
+        (0, Tile(128, 64, True, warps=8, stages=3, programs=1)),
     ),
 }
 # Without wgmma (before and after Hopper) tiles are smaller, so that their sums stay in registers.

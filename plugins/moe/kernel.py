@@ -48,6 +48,7 @@ _SMALL, _MIDDLE = Tile(16, 128, True, 4, 4), Tile(64, 128, True, 8, 3)
 TILES: dict[str, tuple[Tile, ...]] = {
     "fp32": (Tile(16, 128, False, 4, 2),),
     "fp8": (_SMALL, Tile(64, 128, False, 8, 3), Tile(128, 128, False, 8, 3)),
+    "fp8 as bf16": (_SMALL, _MIDDLE),
     "wint4:32": (_SMALL, _MIDDLE),
     "wint4:64": (_SMALL, _MIDDLE),
     "wint4:128": (_SMALL, _MIDDLE, Tile(128, 64, True, 8, 3)),
@@ -100,7 +101,8 @@ class _Set:
         dtype, arch = work.node.at("x").dtype, work.node.arch
         gate, down = (math_of(each, dtype, arch) for each in work.formats(experts))
         format_ = work.formats(experts)[0]
-        kind = str(format_) if gate == "bf16" and format_.kind == "wint4" else gate
+        decoded = {"wint4": str(format_), "fp8": "fp8 as bf16"}
+        kind = decoded.get(format_.kind, gate) if gate == "bf16" else gate
         rows = 128 if work.formats(experts)[1].kind == "fp8" else 0  # a group of down's codes is one program's
         tile = max((t for t in TILES[kind] if t.tokens <= size and t.rows >= rows), key=lambda t: t.tokens)
         return _Set(work, experts, (gate, down), tile)

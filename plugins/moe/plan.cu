@@ -15,7 +15,7 @@ __device__ __forceinline__ long long scan_of_warp(long long value, int lane) {
 // ids     [pairs] expert of each pair, -1 for none
 // order   [pairs] the pairs that have an expert, by expert and then by index
 // tiles   [num_tiles] (expert, its first pair in `order`, pairs, 0); expert -1 past the last one
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 moe_plan(const int* __restrict__ ids, int* __restrict__ order, int4* __restrict__ tiles, int pairs, int num_tiles) {
     __shared__ int before[WARPS][EXPERTS];  // pairs of an expert in a warp's part, then in the parts before it
     __shared__ int start[EXPERTS];

@@ -192,7 +192,6 @@ def test_memory_is_bounded_by_a_piece(checkpoint: Checkpoint, tmp_path: Path, mo
     monkeypatch.setattr("dsc.compiler.quantize.SAMPLED_ELEMENTS", 0)
     monkeypatch.setattr("dsc.compiler.quantize.RUN_ELEMENTS", 1 << 12)
     monkeypatch.setattr("dsc.compiler.convert.COPIED_ELEMENTS", 1 << 12)
-    monkeypatch.setattr("dsc.compiler.convert.KEPT_BYTES", 0)
     reads: list[tuple[str, int, int]] = []
     announced: list[str] = []
 
