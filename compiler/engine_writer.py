@@ -31,7 +31,6 @@ from dsc.runtime.manifest import (
     CacheLayout,
     FileEntry,
     GraphFiles,
-    Limits,
     Manifest,
     Model,
     Mtp,
@@ -179,7 +178,7 @@ def _manifest(
         target=recipe.target,
         ranks=1,
         parallel=Parallel(tensor=1, expert=1, pipeline=1),
-        limits=Limits(recipe.limits.batch_tokens, recipe.limits.sequences, recipe.limits.context_tokens),
+        limits=recipe.limits,
         decode_buckets=recipe.decode_buckets,
         kv_cache=CacheLayout(
             dtype=recipe.kv_cache.dtype,

@@ -11,30 +11,9 @@ from dsc.compiler.ir.rewrite import Pass, find_pass
 from dsc.compiler.targets import TARGETS
 from dsc.compiler.yaml_fields import Fields, Parse, boolean, choice, integer, integers, listing, number, read_yaml, text
 from dsc.runtime.errors import DscError, nearest, raise_all
+from dsc.runtime.manifest import Limits, Parallel
 
 CACHE_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-
-
-@dataclass(frozen=True)
-class Parallel:
-    """Ranks along each axis of the device mesh. Experts are spread over the tensor ranks of a stage."""
-
-    tensor: int
-    expert: int
-    pipeline: int
-
-    @property
-    def num_ranks(self) -> int:
-        return max(self.tensor, self.expert) * self.pipeline
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The largest step and context an engine is planned for."""
-
-    batch_tokens: int
-    sequences: int
-    context_tokens: int
 
 
 @dataclass(frozen=True)

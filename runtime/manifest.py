@@ -22,11 +22,15 @@ LOCAL = "local"  # measured after the build; neither listed nor hashed
 
 @dataclass(frozen=True)
 class Parallel:
-    """Ranks along each axis of the device mesh."""
+    """Ranks along each axis of the device mesh. Experts are spread over the tensor ranks of a stage."""
 
     tensor: int
     expert: int
     pipeline: int
+
+    @property
+    def num_ranks(self) -> int:
+        return max(self.tensor, self.expert) * self.pipeline
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dsc.compiler.planning.weights import PlannedWeight, stored_bytes
-from dsc.compiler.recipe import Parallel
 from dsc.plugins.formats import Format
 from dsc.runtime.errors import DscError
+from dsc.runtime.manifest import Parallel
 from dsc.runtime.spec import ModelSpec
 
 FP8_BLOCK = 128

@@ -15,10 +15,11 @@ from dsc.compiler.ir.weight import Quantize, Source
 from dsc.compiler.ledger import Entry, Ledger
 from dsc.compiler.phases import StepLimits, sample_graph
 from dsc.compiler.pipeline import PipelineReport, run_passes
-from dsc.compiler.recipe import KvCache, Limits, Mtp, Parallel, Recipe
+from dsc.compiler.recipe import KvCache, Mtp, Recipe
 from dsc.compiler.staging import Staging
 from dsc.compiler.targets import CpuTarget
 from dsc.passes.plan_memory import PlanMemory
+from dsc.runtime.manifest import Limits, Parallel
 from dsc.runtime.spec import ModelSpec, SourceFormat, Yarn
 
 WIDTH, VOCAB = 64, 96

@@ -26,8 +26,9 @@ from dsc.compiler.planning.gpus import GPUS
 from dsc.compiler.planning.plan import make_plan
 from dsc.compiler.planning.sharding import Mesh, allowed_meshes, rank_bytes, shard_faults, stage_layers
 from dsc.compiler.planning.weights import planned_weights
-from dsc.compiler.recipe import Parallel, Recipe, load_recipe
+from dsc.compiler.recipe import Recipe, load_recipe
 from dsc.runtime.errors import DscError
+from dsc.runtime.manifest import Parallel
 from dsc.runtime.spec import ModelSpec
 
 R1 = read_shape("deepseek-ai/DeepSeek-R1")[0]
