@@ -156,7 +156,8 @@ class Absorbed:
 
     def steps(self, case: Case, longest: int = 0) -> tuple[Step, ...]:
         """The launches of a step, for sequences of at most `longest` queries in it (0: all)."""
-        values = self._values_mixed(case.values) if longest else self._values(case.values)
+        mixed = longest and case.values.tokens  # one token a program: those that have nothing to do are few
+        values = self._values_mixed(case.values) if mixed else self._values(case.values)
         steps = (self._queries(case, longest), self._attend(), values)
         chunks = -(-self.node.bounds["T"] // CHUNK)
         return steps if chunks == 1 else (Repeat(f"ceil_div(T, {CHUNK})", steps),)

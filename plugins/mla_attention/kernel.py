@@ -9,9 +9,8 @@ from dsc.runtime.errors import DscError
 from dsc.runtime.steps import Variant
 
 MINIMUM = {"heads": 1, "nope": 16, "rope": 16, "v": 16, "latent_dim": 16}
-LONGEST = (
-    192  # more queries of one sequence are cheaper expanded: 1088 * q against 320 * q + 131072 FLOP a key and head
-)
+# More queries of one sequence are cheaper expanded: 1088 * q against 320 * q + 131072 FLOP a key and head.
+LONGEST = 192
 
 
 def lower(node: GpuNode) -> tuple[Variant, ...]:

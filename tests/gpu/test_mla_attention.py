@@ -66,8 +66,8 @@ def check(
     inputs = {**operands, "kv_b": w.data, **({} if w.scales is None else {"kv_b.scales": w.scales})}
     op = GpuOp("MlaAttention", inputs, {**attributes, "kv_b_format": format_}, bounds={"B": 32}, arch=arch)
     got = op()["o"]
+    kv_b = StoredWeight(parse_format("fp32"), w.dequantize().cuda())
     with torch.device("cuda"):
-        kv_b = StoredWeight(parse_format("fp32"), w.dequantize().cuda())
         moved = {name: tensor.cuda() for name, tensor in operands.items()}
         (want,) = reference(**moved, kv_b=kv_b, latent=None, k_rope=None, **attributes)
     check_rows(got.cpu(), want.cpu(), "attention", dtype)
