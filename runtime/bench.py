@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.batch import Batch, BatchBuilder, Segment
 from dsc.runtime.bench_floor import RATES, Rates, StepFacts, step_floor
 from dsc.runtime.bench_layers import (
+    GpuCall,
     LaunchCost,
     Part,
     TimedExecutor,
@@ -30,8 +31,18 @@ from dsc.runtime.bench_layers import (
     launch_cost,
     layer_of,
 )
-from dsc.runtime.bench_points import DecodePoint, LayerTime, PrefillPoint, decode_data, knee, prefill_data
+from dsc.runtime.bench_nodes import node_times, timed_layers
+from dsc.runtime.bench_points import (
+    DecodePoint,
+    LayerTime,
+    PrefillNodes,
+    PrefillPoint,
+    decode_data,
+    knee,
+    prefill_data,
+)
 from dsc.runtime.bench_routing import experts_hit, independent_hits, spreads
+from dsc.runtime.doctor import driver_version
 from dsc.runtime.engine import Engine, load
 from dsc.runtime.errors import DscError
 
@@ -43,7 +54,7 @@ DEFAULT_CONTEXTS = (2048, 4096, 8192)
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure. `nodes`: also every node of the first MoE layer by itself."""
+    """What to measure. `nodes`: also every kind of node by itself."""
 
     batches: Sequence[int]
     contexts: Sequence[int]
@@ -94,7 +105,7 @@ def measure(engine: Engine, plan: Plan, name: str = "", rates: Rates | None = No
     """
     bench = Bench(engine, rates or RATES.get(engine.manifest.target))
     decode = [bench.decode(batch, context, plan) for context in plan.contexts for batch in plan.batches]
-    prefill = [bench.prefill(context) for context in plan.contexts] if plan.prefill else []
+    prefill = [bench.prefill(context, plan.nodes) for context in plan.contexts] if plan.prefill else []
     return {"engine": name, **to_data(engine, decode, prefill)}
 
 
@@ -146,8 +157,8 @@ class Bench:
             memory_bytes=self._memory(),
             device_seconds=timing.device,
             sample_seconds=timing.sample,
-            layers=[self._layer(part, floors, layer_of) for part in timing.layers],
-            nodes=[self._layer(part, floors, str) for part in timing.nodes],
+            layers=[self._layer(part, floors) for part in timing.layers],
+            nodes=node_times(program, facts, timing.nodes, self.rates),
             launch=timing.launch,
         )
 
@@ -200,7 +211,7 @@ class Bench:
         runner.set_state(self.engine.cache.tensors)
         layers = cpu_parts(runner, step.inputs(), min(plan.steps, 5))
         nodes = cpu_parts(runner, step.inputs(), min(plan.steps, 5), str) if plan.nodes else []
-        return _Timing(layers=layers, nodes=self._of_one_layer(nodes))
+        return _Timing(layers=layers, nodes=nodes)
 
     def _gpu(self, step: Batch, nodes: bool) -> _Timing:
         main: Any = self.engine.programs["main.decode"]
@@ -217,29 +228,30 @@ class Bench:
         sample_seconds = graph_seconds(sample.capture(sample.letters(sampling)), stream)
         return _Timing(
             layers=gpu_parts(calls, stream),
-            nodes=self._of_one_layer(gpu_parts(calls, stream, str)) if nodes else [],
+            nodes=self._gpu_nodes(main, calls) if nodes else [],
             device=main_seconds + sample_seconds,
             sample=sample_seconds,
             launch=launch_cost(calls, graph, stream),
         )
 
-    def _of_one_layer(self, parts: list[Part]) -> list[Part]:
-        """The nodes of the first MoE layer, or of the last layer where there is none."""
-        program = self.engine.programs["main.decode"].program
-        names = list(dict.fromkeys(layer_of(part.name) for part in parts if layer_of(part.name) != part.name))
-        chosen = next((name for name in names if has_experts(program, name)), names[-1] if names else "")
-        return [part for part in parts if layer_of(part.name) == chosen]
+    def _gpu_nodes(self, executor: Any, calls: Sequence[GpuCall]) -> list[Part]:
+        """Nodes of a few layers, in order: each reads what the one before it has left."""
+        chosen = timed_layers(executor.program)
+        return gpu_parts([call for call in calls if layer_of(call.node) in chosen], executor.shared.stream, str)
 
-    def _layer(self, part: Part, floors: Mapping[str, float], name_of: Any) -> LayerTime:
+    def _layer(self, part: Part, floors: Mapping[str, float]) -> LayerTime:
         program = self.engine.programs["main.decode"].program
-        own = [seconds for node, seconds in floors.items() if name_of(node) == part.name]
+        own = [seconds for node, seconds in floors.items() if layer_of(node) == part.name]
         moe = has_experts(program, part.name)
         return LayerTime(part.name, part.seconds, sum(own) if floors else None, part.launches, moe)
 
     # -- prefill
 
-    def prefill(self, context: int) -> PrefillPoint:
-        """Time prompts of `context` tokens: as many as fill the largest step, or one in several steps."""
+    def prefill(self, context: int, nodes: bool = False) -> PrefillPoint:
+        """Time prompts of `context` tokens: as many as fill the largest step, or one in several steps.
+
+        nodes  also by kinds of nodes, on GPUs
+        """
         limits = self.engine.manifest.limits
         prompts = max(1, min(limits.batch_tokens // context, limits.sequences, self._room(context)))
         blocks = self._take(prompts, context)
@@ -247,6 +259,8 @@ class Bench:
             with torch.inference_mode():
                 times = [self._prefill(context, blocks) for _ in range(1 + 2)][1:]
                 hits = self._prefill_hits(context, blocks)
+                counts = sorted({prompts, 1}) if nodes and self.on_gpu else []
+                by_node = [self._prefill_nodes(context, blocks[:count], hits) for count in counts]
         finally:
             for held in blocks:
                 self.engine.cache.pool.give(held)
@@ -260,7 +274,7 @@ class Bench:
             )
         spec, count = self.engine.spec, prompts * self._chunks(context)[0][1]
         valid = spreads(hits, independent_hits(spec.num_experts, spec.experts_per_token, count))
-        return PrefillPoint(prompts, context, min(times), floor, hits, valid, self._memory())
+        return PrefillPoint(prompts, context, min(times), floor, hits, valid, self._memory(), by_node)
 
     def _chunks(self, context: int) -> list[tuple[int, int]]:
         size = self.engine.manifest.limits.batch_tokens
@@ -277,11 +291,24 @@ class Bench:
         return time.perf_counter() - begin
 
     def _prefill_hits(self, context: int, blocks: list[list[int]]) -> dict[str, float]:
+        program = self.engine.programs["main.prefill"].program
+        inputs = self._first_chunk(context, blocks).inputs()
+        return experts_hit(self.engine.backend, program, self.engine.cache.tensors, [inputs])
+
+    def _prefill_nodes(self, context: int, blocks: list[list[int]], hits: Mapping[str, float]) -> PrefillNodes:
+        executor: Any = self.engine.programs["main.prefill"]
+        inputs = self._first_chunk(context, blocks).inputs()
+        executor.run(inputs)
+        self._wait()
+        parts = self._gpu_nodes(executor, executor.calls(executor.letters(inputs)))
+        tokens = self._chunks(context)[0][1]
+        facts = StepFacts.prefill(len(blocks), 0, tokens, hits)
+        return PrefillNodes(len(blocks), tokens, node_times(executor.program, facts, parts, self.rates))
+
+    def _first_chunk(self, context: int, blocks: list[list[int]]) -> Batch:
         _, count = self._chunks(context)[0]
         tokens = torch.randint(self.engine.spec.vocab_size, (len(blocks), count), generator=self._random).tolist()
-        batch = self._builder.build([Segment(t, 0, held) for t, held in zip(tokens, blocks, strict=True)])
-        program = self.engine.programs["main.prefill"].program
-        return experts_hit(self.engine.backend, program, self.engine.cache.tensors, [batch.inputs()])
+        return self._builder.build([Segment(t, 0, held) for t, held in zip(tokens, blocks, strict=True)])
 
     # -- memory
 
@@ -320,7 +347,7 @@ class _Timing:
 
 
 def to_data(engine: Engine, decode: Sequence[DecodePoint], prefill: Sequence[PrefillPoint]) -> dict[str, Any]:
-    """JSON data: model, device, load, decode, prefill, knees by context; seconds, bytes and tokens throughout.
+    """JSON data: model, device, versions, load, decode, prefill, knees by context; seconds, bytes and tokens throughout.
 
     Where routing hit too few experts there is no rate and no time of the model's steps.
     """
@@ -330,6 +357,10 @@ def to_data(engine: Engine, decode: Sequence[DecodePoint], prefill: Sequence[Pre
         "model": str(engine.manifest.recipe.get("model", "")),
         "target": engine.manifest.target,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "driver": driver_version(),
+        "toolchain": {**engine.manifest.toolchain, "torch": torch.__version__},
+        "limits": asdict(engine.manifest.limits),
         "load": engine.backend.describe(),
         "weight_bytes": engine.resident_weight_bytes(),
         "cache_tokens": engine.cache.capacity_tokens,

@@ -82,7 +82,7 @@ def _node_floor(
     program: Program, node: ProgramNode, facts: StepFacts, rates: Rates, routers: Mapping[str, str]
 ) -> Floor:
     slots = dict(zip(load_op(node.op).slot_names(), node.inputs, strict=False))
-    dims = _dims(program, node, facts)
+    dims = dims_of(program, node, facts)
     share = 1.0
     if node.op == "Moe":
         share = facts.experts.get(routers.get(slots["ids"], ""), dims.E) / dims.E
@@ -95,7 +95,16 @@ def _node_floor(
     return Floor(node.name, node.op, round(num_bytes), flop, max(num_bytes / rates.memory, flop / rate))
 
 
-def _dims(program: Program, node: ProgramNode, facts: StepFacts) -> SimpleNamespace:
+def experts_of(program: Program, node: ProgramNode, facts: StepFacts) -> float | None:
+    """Distinct experts that a Moe node reaches, all where its router is unknown; None for other ops."""
+    if node.op != "Moe":
+        return None
+    ids = node.inputs[load_op(node.op).slot("ids")]
+    router = next((other.name for other in program.nodes if other.op == "Router" and ids in other.outputs), "")
+    return facts.experts.get(router, float(dims_of(program, node, facts).E))
+
+
+def dims_of(program: Program, node: ProgramNode, facts: StepFacts) -> SimpleNamespace:
     """Every letter and width of the node's op as a number."""
     operands = program.operands
     types = [Type(operands[name].dtype, operands[name].shape) if name else None for name in node.inputs]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dsc.runtime.bench_layers import LaunchCost
+from dsc.runtime.bench_nodes import NodeTime
 
 KNEE = 0.8  # of the best rate
 
@@ -46,7 +47,7 @@ class DecodePoint:
     valid: bool
     memory_bytes: int
     layers: list[LayerTime] = field(default_factory=list)
-    nodes: list[LayerTime] = field(default_factory=list)
+    nodes: list[NodeTime] = field(default_factory=list)
     launch: LaunchCost | None = None
 
     @property
@@ -56,10 +57,20 @@ class DecodePoint:
 
 
 @dataclass(frozen=True)
+class PrefillNodes:
+    """Nodes of the first step of `prompts` prompts: so many query tokens of each."""
+
+    prompts: int
+    tokens: int
+    nodes: list[NodeTime]
+
+
+@dataclass(frozen=True)
 class PrefillPoint:
     """Whole prompts from an empty cache: `prompts` of `context` tokens each, in chunks of the largest step.
 
     experts  distinct experts hit by the first chunk, by layer; valid as for decode
+    nodes    of all prompts at once, and of one by itself
     """
 
     prompts: int
@@ -69,6 +80,7 @@ class PrefillPoint:
     experts: dict[str, float]
     valid: bool
     memory_bytes: int
+    nodes: list[PrefillNodes] = field(default_factory=list)
 
     @property
     def rate(self) -> float:
@@ -106,7 +118,7 @@ def decode_data(point: DecodePoint) -> dict[str, Any]:
 def prefill_data(point: PrefillPoint) -> dict[str, Any]:
     """As `decode_data`."""
     data = {**asdict(point), "tokens_per_s": point.rate, "floor_share": _share(point.floor, point.seconds)}
-    return data if point.valid else {**data, "seconds": None, "tokens_per_s": None, "floor_share": None}
+    return data if point.valid else {**data, **dict.fromkeys(("seconds", "tokens_per_s", "floor_share", "nodes"))}
 
 
 def _share(floor: float | None, seconds: float) -> float | None:

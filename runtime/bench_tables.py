@@ -32,7 +32,7 @@ def show(data: Data, console: Console | None = None) -> None:
     if sound:
         console.print(layers_table(sound[-1]))
     if sound and sound[-1]["nodes"]:
-        console.print(_times("one layer, node by node", sound[-1]["nodes"]))
+        console.print(_times("one node of each kind", sound[-1]["nodes"]))
 
 
 def decode_table(points: Sequence[Data]) -> Table:

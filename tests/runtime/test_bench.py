@@ -160,7 +160,14 @@ def test_the_command(folder: Path, tmp_path: Path):
     assert names == ["embed_tokens", "layers.0", "layers.1", "layers.2", "norm", "lm_head"]
     assert [layer["moe"] for layer in first["layers"]] == [False, False, True, True, False, False]
     assert sum(layer["seconds"] for layer in first["layers"]) < 3 * first["seconds"]
-    assert {node["name"].split(".")[1] for node in first["nodes"]} == {"1"}
+    nodes = {(node["name"], node["count"]): node for node in first["nodes"]}
+    moe, o_proj = nodes["layers.*.mlp.moe", 2], nodes["layers.*.self_attn.o_proj", 3]
+    assert (moe["op"], moe["dims"]["T"], moe["dims"]["E"], moe["experts"], moe["floor"]) == ("Moe", 1, 16, 4.0, None)
+    assert (o_proj["attributes"]["w_format"], o_proj["flop"]) == (
+        "fp8",
+        2 * o_proj["dims"]["I"] * o_proj["dims"]["O"],
+    )
+    assert sum(node["count"] * node["seconds"] for node in nodes.values()) < 3 * first["seconds"]
     assert first["floor"] is None  # no measured rates of a CPU
     assert data["prefill"][0]["tokens_per_s"] > 0
     show(data)
