@@ -188,7 +188,7 @@ def check_buildable(recipe: Recipe) -> Target:
     """The recipe's target; DscError naming all the recipe asks for that is not built yet."""
     faults = []
     try:
-        target: Target | None = make_target(recipe.target)
+        target: Target | None = make_target(recipe.target, recipe.allow_kernels)
     except DscError as error:
         target = None
         faults.append(error)

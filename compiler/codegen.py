@@ -6,27 +6,23 @@ what was made. A source's key covers all that its cubin depends on, so a cached 
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import importlib
-import importlib.resources
 import json
 import os
 import shutil
-import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from dsc.compiler.cubin import Resources, read_resources
-from dsc.plugins.gpu_node import Arch, Compiled, CudaSource, TritonSource
-from dsc.runtime.errors import DscError
+from dsc.compiler.crosscompile import Dot, Source, compile_source, dots_of, identity
+from dsc.compiler.cubin import Resources, is_fp8, is_tensor_core, mnemonics, read_resources
+from dsc.plugins.gpu_node import Arch, Compiled, TritonSource
 
-Source = TritonSource | CudaSource
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -38,14 +34,38 @@ class Built:
     resources: Resources
 
 
+@dataclass(frozen=True)
+class Contents:
+    """The products that a source asks for, and every instruction of its cubin with its modifiers, sorted."""
+
+    dots: tuple[Dot, ...]
+    mnemonics: tuple[str, ...]
+
+    @property
+    def tensor_cores(self) -> tuple[str, ...]:
+        """Instructions that multiply matrices."""
+        return tuple(filter(is_tensor_core, self.mnemonics))
+
+    @property
+    def fp8(self) -> tuple[str, ...]:
+        """Instructions that multiply or convert 8-bit floats."""
+        return tuple(filter(is_fp8, self.mnemonics))
+
+
 @dataclass
 class CubinCompiler:
-    """The KernelCompiler of one target. Use: lower everything, `build()`, lower everything again, `write()`."""
+    """The KernelCompiler of one target. Use: lower everything, `build()`, lower everything again, `write()`.
+
+    arch  what sources are chosen and written for
+    chip  what they are compiled for, if that is another: sources of an older architecture can be tried on a newer chip
+    """
 
     arch: Arch
     cache: Path = field(default_factory=lambda: Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "dsc")
+    chip: Arch | None = None
     built: dict[Source, Built] = field(default_factory=dict)
     wanted: dict[Source, None] = field(default_factory=dict)
+    _contents: dict[Source, Contents] = field(default_factory=dict)
 
     def compile(self, source: Source) -> Compiled:
         """The cubin's launch facts; placeholders until `build` ran."""
@@ -57,26 +77,18 @@ class CubinCompiler:
 
     def build(self, advance: Callable[[int], None] = lambda _: None) -> None:
         """Compile what was asked for and is not there yet. Raises DscError with the compiler's words."""
-        todo = []
-        for source in self.wanted:
-            found = self.built.get(source) or _recall(source, self.arch, self.cache)
-            if found is not None:
-                self.built[source] = found
-            else:
-                todo.append(source)
-        advance(len(self.wanted) - len(todo))
+        known = {s: found for s in self.wanted if (found := self.built.get(s) or self._place(s).recall())}
+        advance(len(known))
+        todo = [source for source in self.wanted if source not in known]
+        self.built |= known | dict(zip(todo, self._each(build_one, todo, advance), strict=True))
         self.wanted.clear()
-        workers = min(len(todo) // 4, os.cpu_count() or 1)  # a worker imports Triton first: not worth it for a few
-        if workers < 2:
-            for source in todo:
-                self.built[source] = build_one(source, self.arch, self.cache)
-                advance(1)
-            return
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-            jobs = [pool.submit(build_one, source, self.arch, self.cache) for source in todo]
-            for source, job in zip(todo, jobs, strict=True):
-                self.built[source] = job.result()
-                advance(1)
+
+    def contents(self, advance: Callable[[int], None] = lambda _: None) -> dict[Source, Contents]:
+        """What is in every cubin that was built."""
+        known = {s: found for s in self.built if (found := self._contents.get(s) or self._place(s).recall_contents())}
+        todo = [source for source in self.built if source not in known]
+        self._contents |= known | dict(zip(todo, self._each(scan_one, todo, advance), strict=True))
+        return self._contents
 
     def write(self, folder: Path) -> list[str]:
         """Write every cubin under `folder`; returns their names relative to it, sorted."""
@@ -88,144 +100,99 @@ class CubinCompiler:
             names.add(built.compiled.cubin)
         return sorted(names)
 
+    def _place(self, source: Source) -> Place:
+        return Place.of(source, self.chip or self.arch, self.cache)
 
-def build_one(source: Source, arch: Arch, cache: Path) -> Built:
+    def _each(
+        self, work: Callable[[Source, Arch, Path], Result], sources: Sequence[Source], advance: Callable[[int], None]
+    ) -> list[Result]:
+        """`work` for each source, in processes where there are enough of them."""
+        chip, results = self.chip or self.arch, []
+        workers = min(len(sources) // 4, os.cpu_count() or 1)  # a worker imports Triton first: not worth it for a few
+        if workers < 2:
+            for source in sources:
+                results.append(work(source, chip, self.cache))
+                advance(1)
+            return results
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+            for job in [pool.submit(work, source, chip, self.cache) for source in sources]:
+                results.append(job.result())
+                advance(1)
+        return results
+
+
+def build_one(source: Source, chip: Arch, cache: Path) -> Built:
     """Compile one source, or take it from the cache."""
-    found = _recall(source, arch, cache)
+    place = Place.of(source, chip, cache)
+    found = place.recall()
     if found is not None:
         return found
-    made, cubin = _triton(source, arch) if isinstance(source, TritonSource) else _nvcc(source, arch)
-    key = _key(source, arch)
-    compiled = Compiled(f"kernels/sm{arch.capability}_{made.entry}-{key[:10]}.cubin", **_without_name(made))
+    made, cubin = compile_source(source, chip)
+    compiled = replace(made, cubin=f"kernels/sm{chip.capability}_{made.entry}-{place.key[:10]}.cubin")
     built = Built(compiled, cubin, read_resources(cubin, made.entry))
-    _remember(cache / "cubins" / key, built)
+    place.remember(built)
     return built
 
 
-def _key(source: Source, arch: Arch) -> str:
-    return hashlib.sha256(json.dumps(_identity(source, arch), sort_keys=True).encode()).hexdigest()
+def scan_one(source: Source, chip: Arch, cache: Path) -> Contents:
+    """Look into what was built from one source."""
+    place = Place.of(source, chip, cache)
+    held = mnemonics(build_one(source, chip, cache).cubin)
+    contents = Contents(dots_of(source, chip), tuple(sorted(held)))
+    place.remember_contents(contents)
+    return contents
 
 
-def _recall(source: Source, arch: Arch, cache: Path) -> Built | None:
-    """What the cache has; None where that is nothing, or damaged."""
-    place = cache / "cubins" / _key(source, arch)
-    try:
-        facts, cubin = json.loads((place / "facts.json").read_text()), (place / "cubin").read_bytes()
-        if hashlib.sha256(cubin).hexdigest() == facts["sha256"]:
-            return Built(Compiled(**facts["compiled"]), cubin, Resources(**facts["resources"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    return None
+@dataclass(frozen=True)
+class Place:
+    """Where the cache keeps what was made from a source, by the hash of all that it depends on."""
 
+    folder: Path
 
-def _without_name(made: Compiled) -> dict[str, Any]:
-    facts = asdict(made)
-    del facts["cubin"]
-    return facts
+    @staticmethod
+    def of(source: Source, chip: Arch, cache: Path) -> Place:
+        key = hashlib.sha256(json.dumps(identity(source, chip), sort_keys=True).encode()).hexdigest()
+        return Place(cache / "cubins" / key)
 
+    @property
+    def key(self) -> str:
+        return self.folder.name
 
-def _remember(place: Path, built: Built) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=place.parent))
-    (temporary / "cubin").write_bytes(built.cubin)
-    facts = {
-        "compiled": asdict(built.compiled),
-        "resources": asdict(built.resources),
-        "sha256": hashlib.sha256(built.cubin).hexdigest(),
-    }
-    (temporary / "facts.json").write_text(json.dumps(facts))
-    try:
-        temporary.rename(place)
-    except OSError:  # another process was first
-        shutil.rmtree(temporary)
+    def recall(self) -> Built | None:
+        """What the cache has; None where that is nothing, or damaged."""
+        try:
+            facts, cubin = json.loads((self.folder / "facts.json").read_text()), (self.folder / "cubin").read_bytes()
+            if hashlib.sha256(cubin).hexdigest() == facts["sha256"]:
+                return Built(Compiled(**facts["compiled"]), cubin, Resources(**facts["resources"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        return None
 
+    def remember(self, built: Built) -> None:
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=self.folder.parent))
+        (temporary / "cubin").write_bytes(built.cubin)
+        facts = {
+            "compiled": asdict(built.compiled),
+            "resources": asdict(built.resources),
+            "sha256": hashlib.sha256(built.cubin).hexdigest(),
+        }
+        (temporary / "facts.json").write_text(json.dumps(facts))
+        try:
+            temporary.rename(self.folder)
+        except OSError:  # another process was first
+            shutil.rmtree(temporary)
 
-def _identity(source: Source, arch: Arch) -> dict[str, Any]:
-    """Everything the cubin depends on."""
-    facts: dict[str, Any] = {"arch": arch.name, "source": _plain(asdict(source))}
-    if isinstance(source, TritonSource):
-        facts["triton"] = _triton_module().__version__
-        facts["code"] = _function(source).cache_key
-    else:
-        facts["nvcc"] = _nvcc_version()
-        folder = importlib.resources.files(source.module.rpartition(".")[0])
-        facts["code"] = {f.name: f.read_text() for f in folder.iterdir() if f.name.endswith((".cu", ".cuh"))}
-    return facts
+    def recall_contents(self) -> Contents | None:
+        """As `recall`."""
+        try:
+            data = json.loads((self.folder / "contents.json").read_text())
+            return Contents(tuple(Dot(**dot) for dot in data["dots"]), tuple(data["mnemonics"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
-
-def _plain(data: dict[str, Any]) -> dict[str, Any]:
-    return {name: repr(value) for name, value in data.items()}
-
-
-def _triton_module() -> Any:
-    os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # line info holds the path of the source
-    try:
-        return importlib.import_module("triton")
-    except ImportError as error:
-        raise DscError(
-            "GPU targets need Triton to compile kernels", wanted="triton 3.6 or later", try_="pip install 'dsc[gpu]'"
-        ) from error
-
-
-def _function(source: TritonSource) -> Any:
-    return getattr(importlib.import_module(source.module), source.function)
-
-
-def _triton(source: TritonSource, arch: Arch) -> tuple[Compiled, bytes]:
-    triton = _triton_module()
-    compiler, backends = importlib.import_module("triton.compiler"), importlib.import_module("triton.backends.compiler")
-    function = _function(source)
-    types, constants = dict(source.signature), dict(source.constants)
-    signature = {name: types.get(name, "constexpr") for name in function.arg_names}
-    at = {name: (i,) for i, name in enumerate(function.arg_names)}
-    aligned = {at[name]: [["tt.divisibility", 16]] for name, type_ in source.signature if type_.startswith("*")}
-    ast = compiler.ASTSource(
-        function, signature=signature, constexprs={at[name]: value for name, value in constants.items()}, attrs=aligned
-    )
-    options = {"num_warps": source.num_warps, "num_stages": source.num_stages, "launch_pdl": source.pdl}
-    if source.max_registers:
-        options["maxnreg"] = source.max_registers
-    kernel = triton.compile(ast, target=backends.GPUTarget("cuda", arch.capability, 32), options=options)
-    facts = kernel.metadata
-    assert not facts.global_scratch_size, (source.function, "device-side scratch is not supported")
-    parameters = kernel.asm["ptx"].split(".entry", 1)[1].split(")", 1)[0].count(".param")
-    return (
-        Compiled("", facts.name, 32 * facts.num_warps, facts.shared, hidden=parameters - len(source.signature)),
-        kernel.asm["cubin"],
-    )
-
-
-@functools.cache
-def _nvcc_version() -> str:
-    return subprocess.run([_find_nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
-
-
-def _find_nvcc() -> str:
-    """nvcc on the path, or the pip package's."""
-    found = shutil.which("nvcc")
-    if found:
-        return found
-    try:
-        roots = importlib.import_module("nvidia").__path__
-    except ImportError:
-        roots = []
-    for root in roots:
-        for candidate in sorted(Path(root).glob("**/bin/nvcc")):
-            return str(candidate)
-    raise DscError("a CUDA C++ kernel needs nvcc", wanted="nvcc 13 on the path", try_="pip install nvidia-cuda-nvcc")
-
-
-def _nvcc(source: CudaSource, arch: Arch) -> tuple[Compiled, bytes]:
-    folder = importlib.resources.files(source.module.rpartition(".")[0])
-    with tempfile.TemporaryDirectory() as temporary:
-        out = Path(temporary) / "kernel.cubin"
-        number = arch.name.removeprefix("sm_")
-        command = [_find_nvcc(), f"-gencode=arch=compute_{number},code=sm_{number}", "-cubin", "-O3", "-std=c++17"]
-        command += [f"-D{name}={value}" for name, value in source.defines]
-        with importlib.resources.as_file(folder / source.file) as path:
-            done = subprocess.run(
-                [*command, "-o", str(out), path.name], capture_output=True, text=True, cwd=path.parent, check=False
-            )
-        if done.returncode:
-            raise DscError(f"{source.file} does not compile for {arch.name}", got=done.stderr[-2000:])
-        return Compiled("", source.entry), out.read_bytes()
+    def remember_contents(self, contents: Contents) -> None:
+        handle, temporary = tempfile.mkstemp(dir=self.folder)
+        with os.fdopen(handle, "w") as file:
+            json.dump(asdict(contents), file)
+        Path(temporary).rename(self.folder / "contents.json")

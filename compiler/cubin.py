@@ -52,6 +52,22 @@ def read_resources(cubin: bytes, entry: str) -> Resources:
     return Resources(int(found[1]), int(found[2]), int(found[3]))
 
 
+def mnemonics(cubin: bytes) -> set[str]:
+    """All instructions with their modifiers, for example QGMMA.64x64x32.F32.E4M3.E4M3, of every kernel of a cubin."""
+    return set(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", _cuobjdump("-sass", cubin), re.M))
+
+
 def instructions(cubin: bytes) -> set[str]:
     """Opcodes of all instructions, for example HGMMA, QGMMA, IMMA."""
-    return set(re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9]*)", _cuobjdump("-sass", cubin), re.M))
+    return {name.partition(".")[0] for name in mnemonics(cubin)}
+
+
+def is_tensor_core(mnemonic: str) -> bool:
+    """Whether an instruction multiplies matrices: HMMA, IMMA, QMMA, wgmma's HGMMA and QGMMA, tcgen05's UTCHMMA, ..."""
+    return mnemonic.partition(".")[0].endswith("MMA")
+
+
+def is_fp8(mnemonic: str) -> bool:
+    """Whether an instruction multiplies or converts 8-bit floats: chips before compute capability 8.9 have none."""
+    opcode, *modifiers = mnemonic.split(".")
+    return opcode in ("QMMA", "QGMMA", "UTCQMMA") or not {"E4M3", "E5M2"}.isdisjoint(modifiers)

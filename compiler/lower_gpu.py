@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,6 @@ from dsc.plugins.gpu_node import GpuNode
 from dsc.plugins.schema import Type, folder_of, load_op
 from dsc.runtime.errors import DscError, raise_all
 from dsc.runtime.program import Operand, Program, ProgramNode, nbytes
-from dsc.runtime.steps import Kernel, Repeat, Step
 
 ALIGN = 256
 
@@ -31,33 +29,26 @@ def lower_gpu(programs: list[Program], compiler: CubinCompiler) -> list[Program]
     return [_lower_program(program, compiler) for program in programs]
 
 
-def kernel_report(programs: list[Program], compiler: CubinCompiler) -> list[dict[str, Any]]:
-    """One record a cubin: what it uses of the chip, and how often each program launches it in its largest step."""
-    launches: dict[str, Counter[str]] = {}
-    for program in programs:
-        for node in program.nodes:
-            for step in _kernels(node.variants[-1].steps if node.variants else ()):
-                launches.setdefault(step.cubin, Counter())[program.name] += 1
+def kernel_report(compiler: CubinCompiler, allowed: Mapping[str, str]) -> list[dict[str, Any]]:
+    """One record a cubin: what must be known of it and takes a disassembler.
+
+    [{cubin, entry, registers, stack_bytes, static_shared_bytes, tensor_cores, fp8, allowed}]: opcodes that multiply matrices,
+    instructions on 8-bit floats with their modifiers, and why the kernel may spill or miss its instruction ("" mostly)
+    """
+    contents = compiler.contents()
     return [
         {
             "cubin": built.compiled.cubin,
             "entry": built.compiled.entry,
             "registers": built.resources.registers,
             "stack_bytes": built.resources.stack_bytes,
-            "threads": built.compiled.threads,
-            "shared_bytes": built.compiled.shared_bytes + built.resources.shared_bytes,
-            "launches": dict(sorted(launches.get(built.compiled.cubin, {}).items())),
+            "static_shared_bytes": built.resources.shared_bytes,
+            "tensor_cores": sorted({name.partition(".")[0] for name in contents[source].tensor_cores}),
+            "fp8": list(contents[source].fp8),
+            "allowed": allowed.get(built.compiled.entry, ""),
         }
-        for built in sorted(compiler.built.values(), key=lambda built: built.compiled.cubin)
+        for source, built in sorted(compiler.built.items(), key=lambda item: item[1].compiled.cubin)
     ]
-
-
-def _kernels(steps: Sequence[Step]) -> Iterator[Kernel]:
-    for step in steps:
-        if isinstance(step, Kernel):
-            yield step
-        elif isinstance(step, Repeat):
-            yield from _kernels(step.steps)
 
 
 def _missing(programs: list[Program], target: str) -> list[DscError]:

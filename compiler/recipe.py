@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,10 @@ class PassEntry:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe as read. `name` is the file's name without its ending; `where` is how errors name the file."""
+    """A recipe as read. `name` is the file's name without its ending; `where` is how errors name the file.
+
+    allow_kernels  kernels of a GPU target that may spill or miss their tensor-core instruction, by name, and why
+    """
 
     name: str
     where: str
@@ -67,6 +70,7 @@ class Recipe:
     passes: tuple[PassEntry, ...]
     allow: dict[str, Allowance]
     verify: dict[str, float] | None = None
+    allow_kernels: dict[str, str] = field(default_factory=dict)
 
     def override(self, target: str | None = None, ranks: int | None = None) -> Recipe:
         """The same recipe for another target, or on `ranks` tensor ranks (1: everything on one)."""
@@ -106,6 +110,7 @@ def recipe_from_json(data: dict[str, Any], where: str) -> Recipe:
             passes=tuple(PassEntry(name, options, 0, make_pass(name, options)) for name, options in passes),
             allow={name: Allowance(**entry) for name, entry in data["allow"].items()},
             verify=data["verify"],
+            allow_kernels=data.get("allow_kernels", {}),  # engines of before have none
         )
     except (KeyError, TypeError, AttributeError, StopIteration) as error:
         raise DscError("its recipe is not one that this version reads", where=where, got=repr(error)) from error
@@ -162,6 +167,7 @@ def parse_recipe(content: str, where: str, name: str) -> Recipe:
         passes=_passes(top),
         allow=_allow(top),
         verify=top.take("verify", lambda node: _verify(node, where, faults), default=None),
+        allow_kernels=_allow_kernels(top),
     )
     top.finish()
     if recipe.mtp and recipe.mtp.weights:
@@ -277,6 +283,11 @@ def _allow(top: Fields) -> dict[str, Allowance]:
         if entry is not None:
             allowed[name] = entry
     return allowed
+
+
+def _allow_kernels(top: Fields) -> dict[str, str]:
+    inner = top.mapping("allow_kernels", optional=True)
+    return {name: inner.take(name, text) for name in inner.keys()} if inner else {}  # noqa: SIM118 - not a dict
 
 
 def _check_together(recipe: Recipe, faults: list[DscError]) -> None:

@@ -6,7 +6,7 @@ What only the device knows (lengths, tokens per expert) is never a size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -171,6 +171,15 @@ class Variant:
 
     steps: tuple[Step, ...]
     guard: str = ""
+
+
+def kernels_in(steps: Sequence[Step]) -> Iterator[Kernel]:
+    """Every kernel launch of some steps, those inside repeats once."""
+    for step in steps:
+        if isinstance(step, Kernel):
+            yield step
+        elif isinstance(step, Repeat):
+            yield from kernels_in(step.steps)
 
 
 def sizes_of(step: Step) -> Iterator[tuple[str, Size]]:

@@ -29,7 +29,7 @@ CUBIN = "kernels/toy.cubin"
 class ToyTarget:
     """The compiler's half."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, allow_kernels: Mapping[str, str]) -> None:
         self.prepared = 0
 
     def prepare(self, programs: Sequence[Program]) -> None:
