@@ -18,7 +18,7 @@ import torch
 
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.batch import Batch, BatchBuilder, Segment
-from dsc.runtime.bench_floor import RATES, Rates, StepFacts, step_floor
+from dsc.runtime.bench_floor import RATES, Rates, StepFacts, independent_hits, step_floor
 from dsc.runtime.bench_layers import (
     GpuCall,
     LaunchCost,
@@ -41,7 +41,7 @@ from dsc.runtime.bench_points import (
     knee,
     prefill_data,
 )
-from dsc.runtime.bench_routing import experts_hit, independent_hits, spreads
+from dsc.runtime.bench_routing import experts_hit, spreads
 from dsc.runtime.doctor import driver_version
 from dsc.runtime.engine import Engine, load
 from dsc.runtime.errors import DscError

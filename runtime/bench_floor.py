@@ -141,6 +141,11 @@ def _multiplies_fp8(node: ProgramNode) -> bool:
     return bool(formats) and parse_format(formats[0]).kind == "fp8" and node.op != "Embedding"
 
 
+def independent_hits(experts: int, per_token: int, tokens: int) -> float:
+    """Experts that so many tokens reach on average when each chooses its own at random."""
+    return experts * (1.0 - (1.0 - per_token / experts) ** tokens) if experts else 0.0
+
+
 def cache_token_bytes(program: Program) -> int:
     """Bytes of one token in the caches of a program."""
     return sum(

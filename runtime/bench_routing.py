@@ -49,11 +49,6 @@ def experts_hit(
     return {node: statistics.fmean(found) for node, found in counts.items()}
 
 
-def independent_hits(experts: int, per_token: int, tokens: int) -> float:
-    """Experts that so many tokens reach on average when each chooses its own at random."""
-    return experts * (1.0 - (1.0 - per_token / experts) ** tokens) if experts else 0.0
-
-
 def spreads(hits: Mapping[str, float], independent: float) -> bool:
     """Whether layers hit nearly as many experts as independent routing would: their mean, and none far below."""
     if not hits:

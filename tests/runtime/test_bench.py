@@ -14,10 +14,10 @@ from dsc.compiler.build import RandomWeights, compile_engine
 from dsc.compiler.cli import main
 from dsc.compiler.recipe import load_recipe
 from dsc.runtime.artifact import EngineFolder
-from dsc.runtime.bench_floor import RATES, Rates, StepFacts, step_floor
+from dsc.runtime.bench_floor import RATES, Rates, StepFacts, independent_hits, step_floor
 from dsc.runtime.bench_layers import layer_of
 from dsc.runtime.bench_points import DecodePoint, decode_data, knee
-from dsc.runtime.bench_routing import exposing, independent_hits, router_outputs, spreads
+from dsc.runtime.bench_routing import exposing, router_outputs, spreads
 from dsc.runtime.bench_tables import show
 from dsc.runtime.engine import Engine
 

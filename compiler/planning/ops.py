@@ -1,0 +1,161 @@
+"""The plugin ops that one rank of an engine runs, from the model's numbers and the recipe alone.
+
+Names, widths, formats and counts are those of the nodes in the graphs after the passes, where the recipe inserts every op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from dsc.compiler.planning.sharding import Mesh
+from dsc.compiler.planning.weights import PlannedWeight, layer_kinds
+from dsc.compiler.recipe import Recipe
+from dsc.runtime.spec import ModelSpec
+
+# Passes without which a graph is not made of these ops.
+NEEDED = (
+    "insert_embedding", "fuse_lm_head", "fuse_add_rms_norm", "fuse_qkv", "insert_mla_attention", "fuse_moe",
+    "fuse_swiglu", "insert_rms_norm", "insert_linear",
+)  # fmt: skip
+PROJECTIONS = ("gate", "up", "down")
+ABSENT = "fp32"  # what nodes say of a weight that they do not have
+
+
+@dataclass(frozen=True)
+class PlannedOp:
+    """A node, or `count` nodes that are alike.
+
+    name     `layers.*` for a layer's number
+    widths   what does not change with the step, by the letters of the op's schema
+    formats  attributes that are text: formats of weights, mode, dtypes
+    """
+
+    name: str
+    op: str
+    count: int
+    widths: Mapping[str, int]
+    formats: Mapping[str, str]
+
+
+def missing_passes(recipe: Recipe) -> list[str]:
+    """Passes whose ops `planned_ops` takes for granted and that a recipe does not have."""
+    names = {entry.name for entry in recipe.passes}
+    return [name for name in NEEDED if name not in names]
+
+
+def planned_ops(
+    spec: ModelSpec, recipe: Recipe, weights: Sequence[PlannedWeight], mesh: Mesh, phase: str
+) -> list[PlannedOp]:
+    """Ops of the main model on one rank of a mesh, all pipeline stages together. `phase` is prefill or decode."""
+    return list(_Ops(spec, recipe, weights, mesh, phase).all())
+
+
+class _Ops:
+    def __init__(
+        self, spec: ModelSpec, recipe: Recipe, weights: Sequence[PlannedWeight], mesh: Mesh, phase: str
+    ) -> None:
+        self.spec, self.mesh = spec, mesh
+        self.weights = {weight.name: weight for weight in weights if weight.model == "main"}
+        options = next(entry.instance for entry in recipe.passes if entry.name == "insert_mla_attention")
+        self.mode = str(getattr(options, phase))
+        self.cache_dtype = recipe.kv_cache.dtype
+        set_dtype = next((entry.instance for entry in recipe.passes if entry.name == "set_dtype"), None)
+        self.dtype = {"bf16": "bfloat16"}.get(getattr(set_dtype, "activations", "fp32"), "float32")
+
+    def all(self) -> Iterator[PlannedOp]:
+        spec = self.spec
+        vocabulary = -(-spec.vocab_size // self.mesh.tensor)
+        table = {"dtype": self.dtype, "table_format": self._format("model.embed_tokens.weight")}
+        hidden = {"D": spec.hidden_size}
+        yield PlannedOp("embed_tokens", "Embedding", 1, {**hidden, "V": vocabulary}, table)
+        yield PlannedOp("layers.*.input_layernorm", "RmsNorm", 1, hidden, {})
+        if spec.num_layers > 1:
+            yield PlannedOp("layers.*.input_layernorm", "AddRmsNorm", spec.num_layers - 1, hidden, {})
+        yield from self._attention()
+        yield PlannedOp("layers.*.post_attention_layernorm", "AddRmsNorm", spec.num_layers, hidden, {})
+        for layers in layer_kinds(spec):
+            yield from self._experts(len(layers)) if spec.is_moe(layers[0]) else self._dense(len(layers))
+        yield PlannedOp("norm", "AddRmsNorm", 1, hidden, {})
+        head = "model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
+        yield PlannedOp("lm_head", "LmHead", 1, {**hidden, "V": vocabulary}, {"w_format": self._format(head)})
+
+    def _attention(self) -> Iterator[PlannedOp]:
+        spec, count, prefix = self.spec, self.spec.num_layers, "model.layers.{}.self_attn"
+        heads = spec.num_heads // self.mesh.tensor
+        queries = heads * spec.qk_head_dim
+        joint = f"{prefix}.qkv_proj.weight" in self.weights
+        first = "qkv_proj" if joint else "q_proj" if spec.q_lora_rank is None else "q_a_proj"
+        widths = {
+            "D": spec.hidden_size,
+            "heads": heads,
+            "joint": int(joint),
+            "latent": spec.kv_lora_rank,
+            "nope": spec.qk_nope_head_dim,
+            "q_lora": spec.q_lora_rank or 0,
+            "q_width": spec.q_lora_rank or queries,
+            "rope": spec.qk_rope_head_dim,
+        }
+        formats = {
+            "cache_dtype": self.cache_dtype,
+            "w_format": self._format(f"{prefix}.{first}.weight"),
+            "w_kv_format": ABSENT if joint else self._format(f"{prefix}.kv_a_proj_with_mqa.weight"),
+        }
+        yield PlannedOp("layers.*.self_attn.qkv", "Qkv", count, widths, formats)
+        if spec.q_lora_rank is not None:
+            yield self._linear("self_attn.q_b_proj", count, spec.q_lora_rank, queries)
+        widths = {
+            "heads": heads,
+            "latent_dim": spec.kv_lora_rank,
+            "nope": spec.qk_nope_head_dim,
+            "rope": spec.qk_rope_head_dim,
+            "v": spec.v_head_dim,
+        }
+        formats = {
+            "cache_dtype": self.cache_dtype,
+            "kv_b_format": self._format(f"{prefix}.kv_b_proj.weight"),
+            "mode": self.mode,
+        }
+        yield PlannedOp("layers.*.self_attn.attention", "MlaAttention", count, widths, formats)
+        yield self._linear("self_attn.o_proj", count, heads * spec.v_head_dim, spec.hidden_size)
+
+    def _dense(self, count: int) -> Iterator[PlannedOp]:
+        hidden, width = self.spec.hidden_size, self.spec.intermediate_size // self.mesh.tensor
+        yield self._linear("mlp.gate_proj", count, hidden, width)
+        yield self._linear("mlp.up_proj", count, hidden, width)
+        yield PlannedOp("layers.*.mlp.swiglu", "Swiglu", count, {"F": width}, {})
+        yield self._linear("mlp.down_proj", count, width, hidden)
+
+    def _experts(self, count: int) -> Iterator[PlannedOp]:
+        spec, mesh = self.spec, self.mesh
+        router = {
+            "D": spec.hidden_size,
+            "E": spec.num_experts,
+            "groups": spec.num_groups,
+            "normalize": int(spec.norm_topk_prob),
+            "top_k": spec.experts_per_token,
+            "topk_groups": spec.topk_groups,
+        }
+        kinds = {"group_score": spec.group_score if spec.num_groups > 1 else "none", "scoring": spec.scoring}
+        yield PlannedOp("layers.*.mlp.router", "Router", count, router, kinds)
+        widths = {
+            "D": spec.hidden_size,
+            "E": spec.num_experts // mesh.expert,
+            "F": spec.moe_intermediate_size // mesh.expert_width_ways,
+            "K": spec.experts_per_token,
+        }
+        if spec.num_shared_experts:
+            widths["FS"] = spec.shared_intermediate_size // mesh.tensor
+        formats = {}
+        for name in PROJECTIONS:
+            formats[f"{name}_format"] = self._format(f"model.layers.{{}}.mlp.experts.{name}_proj.weight")
+            shared = f"model.layers.{{}}.mlp.shared_experts.{name}_proj.weight"
+            formats[f"shared_{name}_format"] = self._format(shared) if spec.num_shared_experts else ABSENT
+        yield PlannedOp("layers.*.mlp.moe", "Moe", count, widths, dict(sorted(formats.items())))
+
+    def _linear(self, name: str, count: int, inner: int, outer: int) -> PlannedOp:
+        format_ = self._format(f"model.layers.{{}}.{name}.weight")
+        return PlannedOp(f"layers.*.{name}", "Linear", count, {"I": inner, "O": outer}, {"w_format": format_})
+
+    def _format(self, weight: str) -> str:
+        return self.weights[weight].format_name if self.weights[weight].format else ABSENT
