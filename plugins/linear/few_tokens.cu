@@ -1,4 +1,4 @@
-// y = x W^T for a few tokens and integer codes: every multiprocessor streams an equal share of W to its tensor cores.
+// y = x W^T for a few tokens and 4-bit codes: every multiprocessor streams an equal share of W to its tensor cores.
 //
 // W is cut into tiles of ROWS rows, a tile into steps of 128 columns; block b takes the b-th share of all steps, tile by tile.
 // A tile that blocks share is added up by the last of them to arrive, in the order of the blocks: the same sums in every run.
@@ -12,20 +12,18 @@
 // into a ring of its warp in shared memory (cp.async), so weights need no barrier. Activations are put down in the order in
 // which lanes read them, CHUNK steps between barriers.
 //
-// Defines: KIND of the weight, GROUP of wint4; N, K (a multiple of 128); TOKENS (4, 8, 16, 32) at most; WARPS, and TILES of
+// Defines: GROUP; N, K (a multiple of 128); TOKENS (4, 8, 16, 32) at most; WARPS, and TILES of
 // 16 rows a warp; DEPTH of the ring in steps; CHUNK; BLOCKS_PER_SM; GATHER; WIDE: y is float32; PDL; SHARED_BYTES.
 
 #include <cstdint>
 
-constexpr int WINT8 = 1, WINT4 = 2;
 constexpr int THREADS = 32 * WARPS, ROWS = 16 * TILES * WARPS, STEPS = K / 128, NUM_TILES = (N + ROWS - 1) / ROWS;
 constexpr int QUADS = TOKENS / 4;  // n sides: four tokens, their upper and lower bytes
-constexpr int PIECES = KIND == WINT4 ? 1 : 2;  // of 16 bytes, of a row's 128 columns, that a lane copies
-constexpr int STEP_BYTES = 64 * PIECES;
+constexpr int STEP_BYTES = 64;  // of a row; a lane copies 16 of them
 constexpr int64_t ROW_BYTES = STEPS * STEP_BYTES;
-constexpr int PARTS = KIND == WINT4 ? 128 / GROUP : 1;  // scales of a row and step
-constexpr int SCALE_BYTES = KIND == WINT4 ? (PARTS == 4 ? 8 : 4) : 0;  // of a row and step in the ring
-constexpr int CODES = 2 * TILES * PIECES * 32 * 16, SLOT = CODES + 16 * TILES * SCALE_BYTES;  // bytes of a warp's step
+constexpr int PARTS = 128 / GROUP;  // scales of a row and step
+constexpr int SCALE_BYTES = PARTS == 4 ? 8 : 4;  // of a row and step in the ring
+constexpr int CODES = 2 * TILES * 32 * 16, SLOT = CODES + 16 * TILES * SCALE_BYTES;  // bytes of a warp's step
 constexpr int PITCH = CHUNK * 128 + 64;  // bytes of a column: 64 beyond whole banks, so that lanes do not collide
 constexpr int UNITS = (TOKENS * CHUNK * 16 + THREADS - 1) / THREADS;  // of 8 activations, staged by a thread
 constexpr int STAGED = 2 * TOKENS * PITCH + CHUNK * TOKENS * 4;  // bytes of a buffer of activations and their scales
@@ -53,13 +51,12 @@ __device__ __forceinline__ void multiply(int* sums, const uint32_t* a, uint32_t 
 // Unit `unit` of eight activations of 128 is what lane `t` reads for the `word`-th product, and lies in a column here:
 __device__ __forceinline__ int place(int unit) {
     int t, word;
-    if constexpr (KIND == WINT8) t = unit % 8 / 2, word = unit / 8 * 2 + unit % 2;
-    else if constexpr (PARTS == 1) t = unit / 4, word = unit % 4;
+    if constexpr (PARTS == 1) t = unit / 4, word = unit % 4;
     else t = unit % 4, word = unit / 4;
     return (word / 2 * 4 + t) * 16 + word % 2 * 8;
 }
 
-// Eight activations as integers: upper bytes of k 0 2 4 6 and 1 3 5 7 (of 0..3 and 4..7 for int8), then lower bytes.
+// Eight activations as integers: upper bytes of k 0 2 4 6 and 1 3 5 7, then lower bytes.
 __device__ __forceinline__ uint4 prepare(uint4 x, float& scale) {
     const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
     float largest = 0;
@@ -80,13 +77,12 @@ __device__ __forceinline__ uint4 prepare(uint4 x, float& scale) {
         const uint32_t select = byte ? 0x0051 : 0x0040;
         return __byte_perm(__byte_perm(codes[a], codes[b], select), __byte_perm(codes[c], codes[d], select), 0x5410);
     };
-    constexpr bool SPLIT = KIND == WINT4;
-    const uint32_t lower0 = SPLIT ? gather(0, 2, 4, 6, 0) : gather(0, 1, 2, 3, 0);
-    const uint32_t lower1 = SPLIT ? gather(1, 3, 5, 7, 0) : gather(4, 5, 6, 7, 0);
+    const uint32_t lower0 = gather(0, 2, 4, 6, 0);
+    const uint32_t lower1 = gather(1, 3, 5, 7, 0);
 #pragma unroll
     for (int i = 0; i < 8; ++i) codes[i] += 128;
-    const uint32_t upper0 = SPLIT ? gather(0, 2, 4, 6, 1) : gather(0, 1, 2, 3, 1);
-    const uint32_t upper1 = SPLIT ? gather(1, 3, 5, 7, 1) : gather(4, 5, 6, 7, 1);
+    const uint32_t upper0 = gather(0, 2, 4, 6, 1);
+    const uint32_t upper1 = gather(1, 3, 5, 7, 1);
     return make_uint4(upper0, upper1, lower0, lower1);
 }
 
@@ -168,13 +164,12 @@ few_tokens(const char* x, const int* rows, const char* __restrict__ w, const cha
         for (int i = 0; i < 2 * TILES; ++i) {
             const char* row = from + i * (8 * ROW_BYTES);
             if (N % ROWS && first + 8 * i + g >= N) row = w + ahead_step * STEP_BYTES + 16 * t;  // any row: not stored
-#pragma unroll
-            for (int p = 0; p < PIECES; ++p) copy<16>(to + (i * PIECES + p) * 512 + to_lane, row + 64 * p);
+            copy<16>(to + i * 512 + to_lane, row);
         }
-        if (KIND == WINT4 && lane < 16 * TILES) {  // the words that hold the step's scales
+        if (lane < 16 * TILES) {  // the words that hold the step's scales
             const int row = N % ROWS ? min(first + lane, N - 1) : first + lane;
             const int64_t index = (static_cast<int64_t>(row) * STEPS + ahead_step) * PARTS / 2 * 2;
-            copy<SCALE_BYTES ? SCALE_BYTES : 4>(to + CODES + SCALE_BYTES * lane, scales + index * 2);
+            copy<SCALE_BYTES>(to + CODES + SCALE_BYTES * lane, scales + index * 2);
         }
         if (++ahead_step == STEPS) ahead_step = 0, ++ahead_tile;
     };
@@ -230,11 +225,10 @@ few_tokens(const char* x, const int* rows, const char* __restrict__ w, const cha
             for (int half = 0; half < 2; ++half) {
                 const int local = (warp * TILES + m) * 16 + 8 * half + g, row = tile * ROWS + local;
                 if (N % ROWS && row >= N) continue;
-                float scale = KIND == WINT8 ? low(reinterpret_cast<const uint16_t*>(scales)[row]) : 0.0625f;
 #pragma unroll
                 for (int n = 0; n < QUADS; ++n) {
                     const int token = 4 * n + t;
-                    const float value = sums[m][n][half] * scale;
+                    const float value = sums[m][n][half] * 0.0625f;
                     if (token >= count) continue;
                     if (whole) put(y, static_cast<int64_t>(token) * N + row, value);
                     else parts[share.part(blockIdx.x, tile) + token * ROWS + local] = value;
@@ -269,15 +263,13 @@ few_tokens(const char* x, const int* rows, const char* __restrict__ w, const cha
         auto scale = [&](int part) {  // products to sums
 #pragma unroll
             for (int m = 0; m < TILES; ++m) {
-                float of_rows[2] = {1, 1};
-                if constexpr (KIND == WINT4) {
+                float of_rows[2];
 #pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        const int local = 16 * m + 8 * half + g;
-                        const char* at = codes + CODES + SCALE_BYTES * local;
-                        const int odd = PARTS > 1 ? part : STEPS % 2 ? (tile * ROWS + warp * 16 * TILES + local + step) % 2 : step % 2;
-                        of_rows[half] = low(reinterpret_cast<const uint16_t*>(at)[odd]);
-                    }
+                for (int half = 0; half < 2; ++half) {
+                    const int local = 16 * m + 8 * half + g;
+                    const char* at = codes + CODES + SCALE_BYTES * local;
+                    const int odd = PARTS > 1 ? part : STEPS % 2 ? (tile * ROWS + warp * 16 * TILES + local + step) % 2 : step % 2;
+                    of_rows[half] = low(reinterpret_cast<const uint16_t*>(at)[odd]);
                 }
 #pragma unroll
                 for (int n = 0; n < QUADS; ++n) {
@@ -291,18 +283,15 @@ few_tokens(const char* x, const int* rows, const char* __restrict__ w, const cha
                 }
             }
         };
-        uint4 words[2 * TILES][PIECES];
+        uint4 words[2 * TILES];
 #pragma unroll
         for (int i = 0; i < 2 * TILES; ++i) {
-#pragma unroll
-            for (int p = 0; p < PIECES; ++p) {
-                const char* at = codes + (i * PIECES + p) * 512;
-                if constexpr (PARTS == 1) {
-                    words[i][p] = *reinterpret_cast<const uint4*>(at + lane * 16);
-                } else {
-                    const uint32_t* word = reinterpret_cast<const uint32_t*>(at) + lane;
-                    words[i][p] = make_uint4(word[0], word[32], word[64], word[96]);
-                }
+            const char* at = codes + i * 512;
+            if constexpr (PARTS == 1) {
+                words[i] = *reinterpret_cast<const uint4*>(at + lane * 16);
+            } else {
+                const uint32_t* word = reinterpret_cast<const uint32_t*>(at) + lane;
+                words[i] = make_uint4(word[0], word[32], word[64], word[96]);
             }
         }
 #pragma unroll
@@ -318,9 +307,9 @@ few_tokens(const char* x, const int* rows, const char* __restrict__ w, const cha
                     uint32_t a[4];
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        const uint32_t* of_row = reinterpret_cast<const uint32_t*>(words[2 * m + half]);
-                        a[half] = KIND == WINT4 ? of_row[word] << 4 & 0xF0F0F0F0u : of_row[2 * word];
-                        a[2 + half] = KIND == WINT4 ? of_row[word] & 0xF0F0F0F0u : of_row[2 * word + 1];
+                        const uint32_t* of_row = reinterpret_cast<const uint32_t*>(&words[2 * m + half]);
+                        a[half] = of_row[word] << 4 & 0xF0F0F0F0u;
+                        a[2 + half] = of_row[word] & 0xF0F0F0F0u;
                     }
 #pragma unroll
                     for (int n = 0; n < QUADS; ++n) {

@@ -8,7 +8,6 @@ from dsc.plugins.formats import Format
 from dsc.plugins.gpu_node import GpuNode, Typed
 from dsc.runtime.steps import Kernel
 
-KINDS = {"wint8": 1, "wint4": 2}
 MOST_SMS = 160  # of any chip: scratch is made for so many
 
 
@@ -34,15 +33,14 @@ class Few:
 
     def shared_bytes(self, format_: Format) -> int:
         """Dynamic shared memory of a block: the warps' rings, and two buffers of activations."""
-        pieces, scales = (2, 0) if format_.kind == "wint8" else (1, 8 if format_.group == 32 else 4)
-        slot = self.tiles * (1024 * pieces + 16 * scales)
+        slot = self.tiles * (1024 + 16 * (8 if format_.group == 32 else 4))
         staged = 2 * self.tokens * (self.chunk * 128 + 64) + self.chunk * self.tokens * 4
         return self.warps * self.depth * slot + 2 * staged
 
 
 def applies(format_: Format, activations: str, width: int) -> bool:
-    """Whether the kernel knows such a product: integer codes, bfloat16 activations, whole steps."""
-    return format_.kind in KINDS and activations == "bfloat16" and width % 128 == 0
+    """Whether the kernel knows such a product: 4-bit codes, bfloat16 activations, whole steps."""
+    return format_.kind == "wint4" and activations == "bfloat16" and width % 128 == 0
 
 
 def scratch_sizes(few: Few, rows: int) -> tuple[int, int]:
@@ -68,7 +66,6 @@ def launch(
 ) -> Kernel:
     """The step; `module` is the kernel.py beside the source."""
     defines = {
-        "KIND": KINDS[format_.kind],
         "GROUP": format_.group,
         "N": shape[0],
         "K": shape[1],

@@ -2,8 +2,8 @@
 
 A few tokens read every weight once, so memory sets the pace: K is split until all multiprocessors work, and the parts are
 added in a fixed order (the same sums in every run). `linear` is the Triton kernel that serves every format, dtype and
-width; integer codes of whole steps of 128 columns stream through `few_tokens.cu` and, on Hopper, `sm90_many_tokens.cu`;
-many tokens go to cuBLAS in bfloat16, integer codes after their dequantization.
+width; wide 4-bit weights stream through `few_tokens.cu`, integer codes of whole steps of 128 columns on Hopper through
+`sm90_many_tokens.cu`; many tokens go to cuBLAS in bfloat16, integer codes after their dequantization.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ SMS = {80: 108, 90: 132, 100: 148}  # of the usual chip of an architecture: how 
 SPLIT_TOKENS = 256  # more of them fill the chip without splits
 CLUSTERS = (1, 2, 4, 8)
 FIXED_STEPS = 6  # what a program costs before and after its loop, in steps of the loop
-DEQUANTIZE_TOKENS = 1024  # from here on, integer codes become bfloat16 once and cuBLAS multiplies
+# From so many tokens on, integer codes become bfloat16 once and cuBLAS multiplies; of small weights, so many values, sooner.
+DEQUANTIZE_TOKENS, DEQUANTIZE_TOKENS_SMALL, SMALL_VALUES = 1024, 257, 1 << 25
 DEQUANTIZE_BLOCK = 4096
 
 
@@ -186,16 +187,13 @@ TILES_MMA: dict[str, tuple[Plan, ...]] = {
         (0, Tile(64, 128, False, warps=8, stages=3)),
     ),
 }
-# Kernels that are compiled and tested, and that no node takes: no GPU has been seen to agree with the reference on them.
-# tests/gpu/test_linear.py runs them all the same; what passes there leaves this set.
-ON_TRIAL = frozenset({"few_tokens", "sm90_many_tokens"})
-FEW: dict[str, tuple[Few, ...]] = {
-    "wint8": (Few(4, 8, 1, 4, 4, 2), Few(8, 8, 1, 4, 4, 2), Few(16, 8, 2, 4, 2)),
-    "wint4": (Few(4, 8, 1, 6, 4, 2), Few(8, 8, 1, 6, 4, 2), Few(16, 8, 2, 6, 2)),
-}
+# What beats the tiles above, by benchmarks/gpu_linear.py on an H200 (benchmarks/NOTES.md, "linear").
+FEW_WIDTH = 4096  # narrower weights are read as fast by Triton
+FEW = (Few(4, 8, 1, 6, 4, 2), Few(8, 8, 1, 6, 4, 2))
+MANY_FROM = 17
 MANY: dict[str, tuple[tuple[int, Many], ...]] = {
-    "wint8": ((64, Many(64, 2, 4, 3)), (0, Many(128, 2, 3, 2))),
-    "wint4": ((64, Many(64, 2, 6, 4)), (0, Many(128, 2, 5, 3))),
+    "wint8": ((64, Many(64, 2, 4, 3)), (128, Many(128, 1, 5, 3)), *((t, Many(256, 1, 4, 2)) for t in (256, 512, 0))),
+    "wint4": ((64, Many(64, 2, 6, 4)), (128, Many(128, 1, 6, 3)), *((t, Many(256, 1, 4, 2)) for t in (256, 512, 0))),
 }
 
 
@@ -282,19 +280,23 @@ class _Job:
         kind, plans = self.format.kind, list[Plan]()
         if self.math == "fp32":
             return [*FLOAT32]
-        if "few_tokens" not in ON_TRIAL and few_tokens.applies(self.format, self.x.dtype, self.k):
-            plans += [(few.tokens, few) for few in FEW[kind]]
-        size = (self.n, self.k)
-        many = sm90_many_tokens.applies(self.format, self.x.dtype, size, self.node.arch)
-        if many and "sm90_many_tokens" not in ON_TRIAL:
-            plans += MANY[kind]
-        else:
-            tiles = (TILES if self.node.arch.name == "sm_90a" else TILES_MMA)[kind]
-            plans += [plan for plan in tiles if plan[0] == 0 or not plans or plan[0] > plans[-1][0]]
+        if few_tokens.applies(self.format, self.x.dtype, self.k) and self.k >= FEW_WIDTH:
+            plans += [(few.tokens, few) for few in FEW]
+        tiles = (TILES if self.node.arch.name == "sm_90a" else TILES_MMA)[kind]
+        many = sm90_many_tokens.applies(self.format, self.x.dtype, (self.n, self.k), self.node.arch)
+        if many:
+            tiles = (*(plan for plan in tiles if 0 < plan[0] < MANY_FROM), *MANY[kind])
+        plans += [plan for plan in tiles if plan[0] == 0 or not plans or plan[0] > plans[-1][0]]
         if self.format.kind != "fp8" and self.rows is None and self.y.dtype == "bfloat16":
-            plans[-1:] = [] if kind == "bf16" else [(DEQUANTIZE_TOKENS - 1, plans[-1][1])]
+            last = plans.pop()[1]
+            if kind != "bf16":
+                most = self._dequantize_from() - 1
+                plans = [*(plan for plan in plans if plan[0] < most), (most, last)]
             plans.append((0, Gemm16()))
         return plans
+
+    def _dequantize_from(self) -> int:
+        return DEQUANTIZE_TOKENS_SMALL if self.n * self.k < SMALL_VALUES else DEQUANTIZE_TOKENS
 
     def quantize(self) -> tuple[Step, _Job]:
         """The step that quantizes the activations, and the job on their codes."""

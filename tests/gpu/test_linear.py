@@ -7,20 +7,12 @@ import torch
 from support.random_weights import FORMATS, random_weight
 from support.tolerances import check_rows
 
-from dsc.plugins.linear import kernel
 from dsc.plugins.linear.reference import reference
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True, params=[False, True], ids=["chosen", "on trial"])
-def trial(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test twice: with the kernels that nodes take, and with those on trial beside them."""
-    if request.param:
-        monkeypatch.setattr(kernel, "ON_TRIAL", frozenset())
-
-
-TOKENS = (1, 3, 8, 9, 17, 33, 65, 129, 257, 1100)  # each in another variant, none a multiple of its tile
+TOKENS = (1, 3, 8, 9, 17, 33, 65, 129, 200, 257, 1100)  # each in another variant, none a multiple of its tile
 # Rows and columns: whole steps of few_tokens.cu or not, a K that is split or not, partial blocks of fp8 on both sides.
 SIZES = ((200, 512), (72, 192), (640, 7168))
 

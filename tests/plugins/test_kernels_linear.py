@@ -10,7 +10,6 @@ from dsc.compiler.codegen import CubinCompiler
 from dsc.compiler.cubin import instructions
 from dsc.plugins.formats import parse_format
 from dsc.plugins.gpu_node import Arch, GpuNode
-from dsc.plugins.linear import kernel
 from dsc.plugins.linear.kernel import lower
 from dsc.plugins.lm_head.kernel import lower as lower_head
 from dsc.plugins.schema import Type, load_op
@@ -28,8 +27,8 @@ FP8_INSTRUCTIONS = {"QGMMA", "QMMA", "UTCQMMA"}
 
 
 def node_of(op_name: str, format_: str, arch: str, dtype: str = "bfloat16", bound: int = 0) -> GpuNode:
-    """A product with a weight of 640 x 1536."""
-    op, shape = load_op(op_name), (640, 1536)
+    """A product with a weight of 640 x 7168."""
+    op, shape = load_op(op_name), (640, 7168)
     parts = parse_format(format_).parts(shape)
     x, count = ("x", "T") if op_name == "Linear" else ("hidden", "R")
     types = {x: Type(dtype, ("T", shape[1])), "w": Type(*parts["data"])}
@@ -52,14 +51,7 @@ def variants_of(node: GpuNode) -> tuple[Variant, ...]:
 
 
 @functools.cache
-def compiled(op_name: str, format_: str, arch: str, dtype: str = "bfloat16", trial: bool = False) -> CubinCompiler:
-    with pytest.MonkeyPatch.context() as patch:
-        if trial:
-            patch.setattr(kernel, "ON_TRIAL", frozenset())
-        return _compiled(op_name, format_, arch, dtype)
-
-
-def _compiled(op_name: str, format_: str, arch: str, dtype: str) -> CubinCompiler:
+def compiled(op_name: str, format_: str, arch: str, dtype: str = "bfloat16") -> CubinCompiler:
     node = node_of(op_name, format_, arch, dtype)
     variants_of(node)
     assert isinstance(node.compiler, CubinCompiler)
@@ -67,10 +59,9 @@ def _compiled(op_name: str, format_: str, arch: str, dtype: str) -> CubinCompile
     return node.compiler
 
 
-@pytest.mark.parametrize("trial", [False, True])
 @pytest.mark.parametrize(("arch", "format_"), COMPILED)
-def test_kernels_stay_in_registers(format_: str, arch: str, trial: bool):
-    built = compiled("Linear", format_, arch, trial=trial).built
+def test_kernels_stay_in_registers(format_: str, arch: str):
+    built = compiled("Linear", format_, arch).built
     assert built
     for source, one in built.items():
         assert one.resources.stack_bytes == 0, source
@@ -81,18 +72,13 @@ def test_kernels_stay_in_registers(format_: str, arch: str, trial: bool):
     ("format_", "entry", "instruction"),
     [
         ("fp8", "linear", "QGMMA"),
-        ("wint8", "few_tokens", "IMMA"),
         ("wint8", "sm90_many_tokens", "HGMMA"),
         ("wint4:128", "few_tokens", "IMMA"),
         ("wint4:128", "sm90_many_tokens", "HGMMA"),
     ],
 )
 def test_hopper_instructions(format_: str, entry: str, instruction: str):
-    built = [
-        one
-        for one in compiled("Linear", format_, "sm_90a", trial=entry != "linear").built.values()
-        if one.compiled.entry == entry
-    ]
+    built = [one for one in compiled("Linear", format_, "sm_90a").built.values() if one.compiled.entry == entry]
     assert len(built) > 1
     assert all(instruction in instructions(one.cubin) for one in built)
 
@@ -107,10 +93,7 @@ def test_float32_activations_stay_float32(format_: str):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
 @pytest.mark.parametrize("format_", FORMATS)
-@pytest.mark.parametrize("trial", [False, True])
-def test_variants_cover_every_count_and_no_more(format_: str, arch: str, trial: bool, monkeypatch: pytest.MonkeyPatch):
-    if trial:
-        monkeypatch.setattr(kernel, "ON_TRIAL", frozenset())
+def test_variants_cover_every_count_and_no_more(format_: str, arch: str):
     for op, count in (("Linear", "T"), ("LmHead", "R")):
         variants = variants_of(node_of(op, format_, arch))
         limits = [int(variant.guard.removeprefix(f"{count} <= ")) for variant in variants[:-1]]
