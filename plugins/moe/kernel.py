@@ -46,7 +46,7 @@ _SIZES = (16, 64, 128)  # of Triton's tiles
 _SMALL, _MIDDLE = Tile(16, 128, True, 4, 4), Tile(64, 128, True, 8, 3)
 # By the kind of weight and what multiplies it.
 TILES: dict[str, tuple[Tile, ...]] = {
-    "fp32": (Tile(16, 128, False, 4, 2),),
+    "fp32": (Tile(16, 128, False, 8, 2),),
     "fp8": (_SMALL, Tile(64, 128, False, 8, 3), Tile(128, 128, False, 8, 3)),
     "fp8 as bf16": (_SMALL, _MIDDLE),
     "wint4:32": (_SMALL, _MIDDLE),
