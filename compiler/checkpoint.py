@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from dsc.compiler.ir.simplify import simplify
 from dsc.compiler.ir.weight import Expression, Source
@@ -18,6 +17,9 @@ from dsc.compiler.tensor_names import Expected, expected_tensors, mtp_tensors
 from dsc.plugins.schema import Type
 from dsc.runtime.errors import DscError, nearest, raise_all
 from dsc.runtime.spec import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
 
 # Tensors that no graph needs: end of the name -> the rule's reason.
 DROPPED_SUFFIXES = {".rotary_emb.inv_freq": "rope frequencies: recomputed from config.json"}
@@ -85,6 +87,8 @@ class Checkpoint:
 
     def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
         """A tensor, or rows of its leading axis, freshly read. Raises DscError where the file changed, OSError."""
+        import torch  # here: a plan reads headers alone and is done before torch is imported
+
         info = self._tensors[name]
         shape, offset, nbytes = info.shape, info.offset, info.nbytes
         if rows is not None:

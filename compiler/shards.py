@@ -63,18 +63,29 @@ def _indexed(folder: Path) -> Shards:
 
 def index_files(index: Path) -> dict[str, set[str]]:
     """file -> the names it holds."""
+    return read_index(index)[0]
+
+
+def read_index(index: Path) -> tuple[dict[str, set[str]], int]:
+    """file -> the names it holds; bytes of all tensors as the index tells them, 0 where it does not."""
     data = read_json(index, str(index))
     weight_map: Any = data.get("weight_map") if isinstance(data, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise DscError("has no weight_map", where=str(index), wanted='{"weight_map": {tensor: file}}')
     by_file: dict[str, set[str]] = defaultdict(set)
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+        by_file[file if isinstance(file, str) else ""].add(name)
+    for file, names in by_file.items():
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            name = next(name for name in weight_map if name in names)
             raise DscError(
-                f"tensor {name} is in {file!r}", where=str(index), wanted="a .safetensors file beside the index"
+                f"tensor {name} is in {weight_map[name]!r}",
+                where=str(index),
+                wanted="a .safetensors file beside the index",
             )
-        by_file[file].add(name)
-    return by_file
+    metadata = data.get("metadata")
+    size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return by_file, int(size) if isinstance(size, int | float) and size > 0 else 0
 
 
 def _loose(folder: Path) -> Shards:

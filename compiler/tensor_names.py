@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import NamedTuple
 
 from dsc.runtime.spec import ModelSpec
@@ -108,14 +107,20 @@ def expected_tensors(spec: ModelSpec) -> dict[str, Expected]:
     copied = f"{embeddings}.weight" if spec.tie_word_embeddings else ""
     names.floats(head, spec.vocab_size, spec.hidden_size, copy_of=copied)
     for layer in range(spec.num_layers, spec.num_layers + spec.num_mtp_layers):
-        names.mtp_layer(layer, copied or f"{head}.weight")
+        names.mtp_layer(layer, _head(spec))
     return names.found
 
 
 def mtp_tensors(spec: ModelSpec) -> dict[str, Expected]:
     """The tensors of the MTP layer that the spec has or could have."""
-    prefix = f"model.layers.{spec.num_layers}."
-    return {k: v for k, v in expected_tensors(replace(spec, num_mtp_layers=1)).items() if k.startswith(prefix)}
+    names = TensorNames(spec)
+    names.mtp_layer(spec.num_layers, _head(spec))
+    return names.found
+
+
+def _head(spec: ModelSpec) -> str:
+    """The tensor that an MTP layer's head is a copy of."""
+    return "model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
 
 
 def fold_names(names: Iterable[str]) -> list[str]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dsc.compiler.checkpoint import Checkpoint, check_names
 from dsc.compiler.config import read_config
 from dsc.compiler.model_shapes import KNOWN, read_shape
 from dsc.compiler.planning.weights import source_bytes
 from dsc.compiler.recipe import Recipe
-from dsc.compiler.shards import INDEX, index_files
-from dsc.runtime.codec import read_json
+from dsc.compiler.shards import INDEX, read_index
 from dsc.runtime.errors import DscError
 from dsc.runtime.spec import ModelSpec
 
@@ -56,27 +56,16 @@ def _of_config(spec: ModelSpec, read_from: str, recipe: Recipe) -> Source:
 
 def _of_folder(spec: ModelSpec, folder: Path, recipe: Recipe) -> Source:
     """A folder with all its shards is read by their headers, one with an index by its names."""
-    files = index_files(folder / INDEX) if (folder / INDEX).is_file() else {}
+    files, total = read_index(folder / INDEX) if (folder / INDEX).is_file() else ({}, 0)
     absent = [name for name in files if not (folder / name).is_file()]
     if not absent and any(folder.glob("*.safetensors")):
-        from dsc.compiler.checkpoint import Checkpoint  # the one way here that needs torch
-
         checkpoint = Checkpoint.open(folder, spec, mtp=recipe.mtp.enabled)
         sizes = checkpoint.files()
         return Source(checkpoint.spec, sum(sizes.values()), f"headers of {len(sizes)} files", checkpoint.notes)
     if not files:
         return _of_config(spec, "config.json", recipe)
-    from dsc.compiler.checkpoint import check_names
-
     names = {name for held in files.values() for name in held}
     found, notes = check_names(folder, spec, names, mtp=recipe.mtp.enabled)
     if len(absent) < len(files):
         notes = (*notes, f"{len(absent)} of {len(files)} files are not here yet")
-    return Source(found, _total_size(folder / INDEX) or source_bytes(found), "config.json and index", notes)
-
-
-def _total_size(index: Path) -> int:
-    """Bytes of all tensors as the index tells them, 0 where it does not."""
-    metadata = read_json(index, str(index)).get("metadata")
-    size = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return int(size) if isinstance(size, int | float) and size > 0 else 0
+    return Source(found, total or source_bytes(found), "config.json and index", notes)
