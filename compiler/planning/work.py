@@ -21,15 +21,14 @@ from dsc.runtime.bench_floor import Rates, independent_hits
 class Step:
     """A step: `sequences` of `queries` tokens each, at the end of `context` tokens (this step's included).
 
-    routed   tokens of all ranks that share the experts, None: this rank's alone
-    experts  of all ranks together, None: those of the op
+    phase    prefill or decode
+    experts  that its tokens choose among, on all ranks together; None: those of the op
     """
 
     phase: str
     sequences: int
     queries: int
     context: int
-    routed: int | None = None
     experts: int | None = None
 
     @property
@@ -98,10 +97,10 @@ def _attention(op: PlannedOp, step: Step) -> tuple[float, float]:
 
 
 def _experts(op: PlannedOp, step: Step) -> tuple[float, float]:
-    """Experts as independent routing hits them; of several ranks each has its share of experts and of tokens."""
+    """Experts as independent routing hits them; a rank has its share of them and of the tokens' choices."""
     w = SimpleNamespace(**op.widths)
-    tokens, experts = step.routed or step.tokens, step.experts or w.E
-    hit = independent_hits(experts, w.K, tokens) * w.E / experts
+    share = w.E / (step.experts or w.E)
+    hit = independent_hits(step.experts or w.E, w.K, step.tokens) * share
     num_bytes, shared = 0.0, getattr(w, "FS", 0)
     for name in PROJECTIONS:
         rows, columns = (w.D, w.F) if name == "down" else (w.F, w.D)
@@ -109,7 +108,7 @@ def _experts(op: PlannedOp, step: Step) -> tuple[float, float]:
         if shared:
             rows, columns = (w.D, shared) if name == "down" else (shared, w.D)
             num_bytes += _stored(op.formats[f"shared_{name}_format"], rows, columns)
-    return num_bytes, 6.0 * w.D * (tokens * w.K * w.E / experts * w.F + step.tokens * shared)
+    return num_bytes, 6.0 * w.D * step.tokens * (w.K * share * w.F + shared)
 
 
 def _activations(op: PlannedOp, step: Step) -> tuple[float, float]:
