@@ -1,7 +1,7 @@
 """What every kernel of an engine must hold: no spills, its architecture's tensor-core instruction, no FP8 where there is none.
 
-What a kernel should multiply with follows from its source: a `tl.dot` of tiles with 64 rows or more is wgmma on Hopper and
-tcgen05 on Blackwell, a smaller one and all of them before are mma.sync, and CUDA C++ names its instruction.
+What a kernel should multiply with follows from its source: a `tl.dot` of 64 x 16 or more is wgmma on Hopper and tcgen05 on
+Blackwell, a smaller one and all of them before are mma.sync, and CUDA C++ names its instruction.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from dsc.runtime.errors import DscError, raise_all
 from dsc.runtime.program import Program
 from dsc.runtime.steps import kernels_in
 
-WIDE_ROWS = 64  # of a tile that wgmma and tcgen05 take
-TCGEN05_COLUMNS = 16  # a tile needs besides for tcgen05
+WIDE = (64, 16)  # rows and columns from which on a tile is wgmma's or tcgen05's; Triton gives them none of 8 columns
 LETTERS = {"bf16": "H", "f16": "H", "f8E4M3FN": "Q", "f8E5M2": "Q", "i8": "I"}
 NAMED = {"wgmma.mma_async": ("HGMMA", "QGMMA", "IGMMA"), "mma.sync": ("HMMA", "IMMA", "QMMA")}
 NAMED["tcgen05.mma"] = ("UTCHMMA", "UTCQMMA", "UTCIMMA")
@@ -30,10 +29,8 @@ def wanted_by(dot: Dot, arch: Arch) -> tuple[str, ...]:
     if dot.dtype not in LETTERS:
         return ()
     letter = LETTERS[dot.dtype]
-    if arch.capability == 90 and dot.rows >= WIDE_ROWS:
-        return (f"{letter}GMMA",)
-    if arch.capability >= 100 and dot.rows >= WIDE_ROWS and dot.columns >= TCGEN05_COLUMNS:
-        return (f"UTC{letter}MMA",)
+    if arch.capability >= 90 and dot.rows >= WIDE[0] and dot.columns >= WIDE[1]:
+        return (f"{letter}GMMA",) if arch.capability < 100 else (f"UTC{letter}MMA",)
     return ("HMMA", "QMMA") if letter == "Q" else (f"{letter}MMA",)  # narrow tiles of e4m3 may be widened first
 
 

@@ -29,7 +29,6 @@ from dsc.runtime.bench_layers import (
     graph_seconds,
     has_experts,
     launch_cost,
-    layer_of,
 )
 from dsc.runtime.bench_nodes import node_times, timed_layers
 from dsc.runtime.bench_points import (
@@ -45,6 +44,7 @@ from dsc.runtime.bench_routing import experts_hit, spreads
 from dsc.runtime.doctor import driver_version
 from dsc.runtime.engine import Engine, load
 from dsc.runtime.errors import DscError
+from dsc.runtime.program import layer_of
 
 WARM_STEPS = 2
 ROUTING_STEPS = 4  # whose experts are counted

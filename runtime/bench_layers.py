@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ import torch
 
 from dsc.plugins.cpu_node import Run
 from dsc.runtime.executor import Executor
-from dsc.runtime.program import Program, ProgramNode
+from dsc.runtime.program import Program, ProgramNode, layer_of
 
 REPLAYS = 20
 WARM_SECONDS = 0.02
@@ -29,12 +28,6 @@ class Part:
     name: str
     seconds: float
     launches: int | None
-
-
-def layer_of(node: str) -> str:
-    """`layers.3` for a node of that layer, else the node's own name: embed_tokens, norm, lm_head."""
-    found = re.match(r"layers\.\d+(?=\.)", node)
-    return found[0] if found else node
 
 
 class TimedExecutor(Executor):

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsc.runtime.bench_floor import Rates, StepFacts, dims_of, experts_of, step_floor
-from dsc.runtime.bench_layers import Part, has_experts, layer_of
-from dsc.runtime.program import Program, ProgramNode
+from dsc.runtime.bench_layers import Part, has_experts
+from dsc.runtime.program import Program, ProgramNode, layer_of
 
 MOE_LAYERS = 2  # that are timed node by node: layers of a kind do not differ
 UNIT = Rates(memory=1.0, bf16=1.0, fp8=1.0)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dsc.plugins.schema import SchemaError, load_op
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.errors import DscError
+from dsc.runtime.inspect_kernels import describe_kernels, describe_steps
 from dsc.runtime.program import Program, ProgramNode
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ def describe(folder: EngineFolder, layer: int | None = None) -> dict[str, Any]:
     declined  sites a pass looked at and left, with its reason; notes: what the build told its user
     weights   totals by class and format; tensors: each weight with its error
     ledger    what became of the checkpoint's tensors; memory: bytes of each graph's plan; files: sizes and hashes
+    kernels, steps  what the engine launches (dsc.runtime.inspect_kernels); empty for the CPU
     layer     with `layer`: its nodes in every graph; null otherwise. DscError for a layer that is not there
     """
     manifest, report = folder.manifest, folder.report
@@ -45,6 +47,8 @@ def describe(folder: EngineFolder, layer: int | None = None) -> dict[str, Any]:
         "ledger": _ledger(report),
         "memory": {name: report["memory"][name] for name in programs},
         "files": [{"path": p, "bytes": f.bytes, "sha256": f.sha256} for p, f in sorted(manifest.files.items())],
+        "kernels": describe_kernels(folder, programs),
+        "steps": describe_steps(folder, programs),
         "layer": None if layer is None else _layer(folder, programs, layer),
     }
 
@@ -54,6 +58,17 @@ def show(folder: EngineFolder, layer: int | None = None, fusion: bool = False, c
     from dsc.runtime import inspect_tables
 
     inspect_tables.show(describe(folder, layer), fusion=fusion, console=console)
+
+
+def show_kernels(folder: EngineFolder, console: Console | None = None) -> None:
+    """Print the engine's kernels and what its steps launch. DscError where there are none."""
+    from dsc.runtime import inspect_kernel_tables
+
+    data = describe(folder)
+    if not data["kernels"]:
+        target = folder.manifest.target
+        raise DscError(f"an engine for {target} has no kernels", where=str(folder.path), wanted="an engine for a GPU")
+    inspect_kernel_tables.show_kernels(data["kernels"], data["steps"], console)
 
 
 def _graph_names(folder: EngineFolder) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -99,6 +100,12 @@ class Program:
         while self.operands[name].alias:
             name = self.operands[name].alias
         return name
+
+
+def layer_of(node: str) -> str:
+    """`layers.3` for a node of that layer, else the node's own name: embed_tokens, norm, lm_head."""
+    found = re.match(r"layers\.\d+(?=\.)", node)
+    return found[0] if found else node
 
 
 def nbytes(dtype: str, shape: tuple[Size, ...], values: Mapping[str, int]) -> int:

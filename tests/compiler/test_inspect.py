@@ -46,7 +46,7 @@ def printed(engine, width=160, **options):
 def test_the_keys(data):
     assert list(data) == [
         "engine", "model", "limits", "cache", "graphs", "fusion", "declined", "notes", "weights", "tensors", "ledger",
-        "memory", "files", "layer",
+        "memory", "files", "kernels", "steps", "layer",
     ]  # fmt: skip
     assert json.loads(json.dumps(data))["model"]["spec"]["softmax_scale"] == SPEC.softmax_scale
     assert data["layer"] is None

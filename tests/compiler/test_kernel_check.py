@@ -133,7 +133,8 @@ def test_fp8_where_there_is_none_is_never_allowed(monkeypatch: pytest.MonkeyPatc
     [
         ("sm_80", Dot(128, 128, "bf16"), ("HMMA",)),
         ("sm_80", Dot(16, 64, "i8"), ("IMMA",)),
-        ("sm_90a", Dot(64, 8, "bf16"), ("HGMMA",)),
+        ("sm_90a", Dot(64, 16, "bf16"), ("HGMMA",)),
+        ("sm_90a", Dot(64, 8, "bf16"), ("HMMA",)),
         ("sm_90a", Dot(16, 64, "bf16"), ("HMMA",)),
         ("sm_90a", Dot(128, 64, "f8E4M3FN"), ("QGMMA",)),
         ("sm_90a", Dot(64, 64, "i8"), ("IGMMA",)),

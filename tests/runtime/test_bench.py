@@ -15,11 +15,11 @@ from dsc.compiler.cli import main
 from dsc.compiler.recipe import load_recipe
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.bench_floor import RATES, Rates, StepFacts, independent_hits, step_floor
-from dsc.runtime.bench_layers import layer_of
 from dsc.runtime.bench_points import DecodePoint, decode_data, knee
 from dsc.runtime.bench_routing import exposing, router_outputs, spreads
 from dsc.runtime.bench_tables import show
 from dsc.runtime.engine import Engine
+from dsc.runtime.program import layer_of
 
 RATE = Rates(memory=1e9, bf16=1e30, fp8=1e30)  # bytes a nanosecond: seconds are bytes
 POINT = DecodePoint(
