@@ -178,14 +178,20 @@ def verify(
 @click.option("--json", "as_json", is_flag=True, help="Everything, as JSON.")
 @click.option("--layer", type=int, help="One layer, node by node.")
 @click.option("--fusion", is_flag=True, help="Only the fusion report.")
+@click.option(
+    "--kernels", is_flag=True, help="Every GPU kernel: what it uses, what launches it, how often a step does."
+)
 @click.option("--verify", is_flag=True, help="Also hash every file and compare with the manifest.")
-def inspect(engine: Path, as_json: bool, layer: int | None, fusion: bool, verify: bool) -> None:
+def inspect(engine: Path, as_json: bool, layer: int | None, fusion: bool, kernels: bool, verify: bool) -> None:
     """Show what was fused, what was quantized, and why."""
     from dsc.runtime import inspect as view
     from dsc.runtime.artifact import EngineFolder
 
-    if fusion and layer is not None:
-        raise DscError("--fusion and --layer show different things", try_="one of them")
+    asked = [
+        name for name, given in (("--fusion", fusion), ("--kernels", kernels), ("--layer", layer is not None)) if given
+    ]
+    if len(asked) > 1:
+        raise DscError(f"{' and '.join(asked)} show different things", try_="one of them")
     folder = EngineFolder.open(engine)
     if verify:
         folder.verify_hashes()
@@ -193,7 +199,11 @@ def inspect(engine: Path, as_json: bool, layer: int | None, fusion: bool, verify
         data = view.describe(folder, layer=layer)
         if fusion:
             data = {key: data[key] for key in ("engine", "fusion", "declined")}
+        if kernels:
+            data = {key: data[key] for key in ("engine", "kernels", "steps")}
         click.echo(json.dumps(data, indent=2))
+    elif kernels:
+        view.show_kernels(folder)
     else:
         view.show(folder, layer=layer, fusion=fusion)
     if verify and not as_json:
