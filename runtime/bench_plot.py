@@ -14,17 +14,27 @@ def plot(data: dict[str, Any], file: Path) -> None:
     """Write a PNG of the data of `dsc.runtime.bench.measure`. Raises DscError where matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
     except ImportError as error:
         raise DscError("a plot needs matplotlib", try_="pip install 'dsc[bench]'") from error
+    FigureCanvasAgg(draw(data)).print_png(str(file))  # type: ignore[no-untyped-call,unused-ignore]
+
+
+def draw(data: dict[str, Any]) -> Any:
+    """The figure: for each context tokens a second over sequences, and, dashed, what the floor would give.
+
+    Points whose figures are withheld (their routing hit too few experts) are left out.
+    """
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     contexts = list(dict.fromkeys(point["context"] for point in data["decode"]))
     for number, context in enumerate(contexts):
         points = [p for p in data["decode"] if p["context"] == context and p["tokens_per_s"]]
-        batches = [p["batch"] for p in points]
         color = f"C{number}"
-        axes.plot(batches, [p["tokens_per_s"] for p in points], "o-", color=color, label=f"context {context:,}")
+        if points:
+            rates = [p["tokens_per_s"] for p in points]
+            axes.plot([p["batch"] for p in points], rates, "o-", color=color, label=f"context {context:,}")
         bounded = [p for p in points if p["floor"]]
         if bounded:
             rates = [p["batch"] / p["floor"] for p in bounded]
@@ -34,8 +44,9 @@ def plot(data: dict[str, Any], file: Path) -> None:
     axes.set(xlabel="sequences", ylabel="tokens a second", title=f"{data['engine']}: decode on {data['device']}")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(visible=True, which="both", alpha=0.3)
-    axes.legend()
-    FigureCanvasAgg(figure).print_png(str(file))  # type: ignore[no-untyped-call,unused-ignore]
+    if axes.lines:
+        axes.legend()
+    return figure
 
 
 if __name__ == "__main__":
