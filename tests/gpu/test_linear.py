@@ -61,10 +61,5 @@ def test_float32(format_: str, size: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("format_", ["fp8", "wint8", "wint4:128", "wint4:32"])
 def test_sources_of_an_older_architecture(format_: str) -> None:
-    """As an engine for sm_80 multiplies, its sources built for this chip without FP8 instructions."""
-    from dsc.plugins.gpu_node import Arch
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Arch, "has_fp8", property(lambda self: False))
-        patch.setattr(Arch, "has_pdl", property(lambda self: False))
-        check(format_, (200, 512), torch.bfloat16, (1, 3, 33, 129))
+    """As an engine for sm_80 multiplies: its sources and tiles, built for this chip."""
+    check(format_, (200, 512), torch.bfloat16, (1, 3, 33, 129), arch="sm_80")

@@ -24,6 +24,7 @@ def check(
     cache_dtype: str = "",
     formats: tuple[str, str] = ("bf16", "bf16"),
     norms: str = "float32",
+    arch: str = "sm_90a",
 ) -> None:
     from support.gpu import GpuOp
 
@@ -54,7 +55,7 @@ def check(
     }
     inputs = {**operands, **{name: tensor for name, tensor in stored.items() if tensor is not None}}
     kinds = {"w_format": formats[0], "w_kv_format": "fp32" if joint else formats[1]}
-    op = GpuOp("Qkv", inputs, {**attributes, **kinds})
+    op = GpuOp("Qkv", inputs, {**attributes, **kinds}, arch=arch)
     got = op()
     wanted = {**operands, "cache": operands["cache"].clone(), "q_norm": operands.get("q_norm")}
     *want, cache = reference(**wanted, w=w, w_kv=w_kv, **attributes)
@@ -93,3 +94,10 @@ def test_two_dtypes(dtype: str, cache_dtype: str) -> None:
 def test_two_weights_of_different_formats() -> None:
     for tokens in (3, 40, 300):
         check(tokens, joint=0, formats=("wint4:128", "fp8"))
+
+
+@pytest.mark.parametrize("format_", ["bf16", "fp8", "wint8", "wint4:128"])
+def test_sources_of_an_older_architecture(format_: str) -> None:
+    """As an engine for sm_80 has them: its sources and tiles, built for this chip."""
+    for tokens in (1, 3, 129):
+        check(tokens, formats=(format_, format_), arch="sm_80")

@@ -7,16 +7,14 @@ import inspect
 
 import pytest
 import torch
+from support.compare import compare
 from support.op_cases import CASES, Case, Draw, formats_of
-from support.tolerances import check_rows
 
-from dsc.plugins.latent_cache import cache_rows
 from dsc.plugins.schema import Op, folder_of, load_op, plugin_folders
 
 OPS = sorted(CASES)
 DTYPES = (torch.float32, torch.bfloat16)
 TOKENS = (0, 1, 3, 129)
-ALWAYS_FLOAT32 = ("router", "logprob")
 
 
 def make_case(op: str, tokens: int, dtype: torch.dtype, format_: str) -> Case:
@@ -81,20 +79,6 @@ def test_rows_are_their_own(op):
 def has_cpu(op: str) -> bool:
     package = importlib.import_module(f"dsc.plugins.{folder_of(op)}")
     return importlib.util.find_spec(f"{package.__name__}.cpu") is not None
-
-
-def compare(case: Case, name: str, got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, what: str) -> None:
-    """Outputs by their kind's tolerance; a cache row by row, in its own dtype, poison included."""
-    kind = case.kinds[name]
-    computed_in = str(dtype).removeprefix("torch.") if kind not in ALWAYS_FLOAT32 else "float32"
-    if name == "cache_out":
-        width = int(case.attributes["latent"]) + int(case.attributes["rope"])
-        got, want = (cache_rows(cache, str(case.attributes["cache_dtype"]), width) for cache in (got, want))
-    assert got.dtype == want.dtype, what
-    if want.is_floating_point():
-        check_rows(got, want, kind, computed_in, what)
-    else:
-        assert torch.equal(got, want), f"{what}: {int((got != want).sum())} of {want.numel()} differ"
 
 
 def check_operands(case: Case, node, what: str) -> None:

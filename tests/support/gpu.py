@@ -16,8 +16,21 @@ from dsc.runtime.program import Operand, Program, ProgramNode, nbytes
 
 if TYPE_CHECKING:
     from dsc.runtime.cuda.bind import BoundStep
+    from support.op_cases import Case
 
 POISON = 0xFF  # as float32 and bfloat16 a NaN, as int32 -1
+
+
+def hopper_compiler(arch: str) -> CubinCompiler:
+    """A compiler for the GPU that tests run on, of what an engine for `arch` consists of."""
+    return CubinCompiler(Arch(arch), chip=None if Arch(arch).capability == 90 else Arch("sm_90"))
+
+
+def case_inputs(case: Case) -> tuple[dict[str, torch.Tensor], Mapping[str, Attribute]]:
+    """Inputs by slot and attributes of a case of `support.op_cases`, as GpuOp takes them."""
+    node = case.bind("reference")
+    slots = {name: node._slot(name) for name in node.op.slot_names()}
+    return {name: tensor for name, tensor in slots.items() if tensor is not None}, node.attributes
 
 
 class Cubins:
@@ -35,7 +48,7 @@ class GpuOp:
 
     inputs    by slot name (`w`, `w.scales`); the tensors' dtypes and shapes are the node's types
     bounds    letters larger than the inputs', to run a step smaller than planned
-    arch      what to compile for; sources of an older architecture also run on a newer one of its major version
+    arch      whose sources to take; those of another architecture than Hopper are compiled for Hopper all the same
     """
 
     def __init__(
@@ -52,7 +65,7 @@ class GpuOp:
 
         self.inputs = dict(inputs)
         program = _program(op, self.inputs, attributes, bounds or {})
-        compiler = CubinCompiler(Arch(arch))
+        compiler = hopper_compiler(arch)
         (self.program,) = lower_gpu([program], compiler)
         self.compiler = compiler
         device = torch.device("cuda")
