@@ -1,12 +1,12 @@
-"""DeepSeek-V2-Lite's real shape, decoded by dsc and by transformers with torch.compile: one run, one set of random weights.
+"""DeepSeek-V2-Lite's real shape, decoded by dsc and by transformers with torch.compile, in one run.
 
-    python benchmarks/peer_transformers.py [--folder /dev/shm/v2-lite] [--engines /tmp] [--batch 1,64,256] [--context 4096] [--layers 27]
-        [--attention sdpa] [--recipe v2-lite-wint4] [--seconds 400]
+    python benchmarks/peer_transformers.py [--folder /dev/shm] [--batch 1,64,256] [--context 4096] [--layers 27]
+        [--attention sdpa] [--recipe v2-lite-wint4]
 
-Writes a checkpoint of N(0, 0.02) bfloat16 weights (31 GB; embeddings N(0, 1)) into the folder, compiles engines of it with
-the recipe and with the same recipe in bfloat16 throughout, and measures decode steps: `dsc bench` for the engines; for
-transformers the whole model under torch.compile (CUDA graphs: mode reduce-overhead) over a static cache, filled with
-random latents, greedy token included. A transformers line without a figure says why. Deletes nothing it did not make.
+Both have random weights N(0, 0.02), embeddings N(0, 1): transformers a bfloat16 checkpoint drawn here (31 GB), dsc engines
+of the recipe, and of the same recipe in bfloat16 throughout, built with --weights random. A decode step of the engines is
+as `dsc bench` measures it; of transformers the whole model under torch.compile (CUDA graphs: mode reduce-overhead) over a
+static cache filled with random latents, greedy token included. What cannot be measured says why.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from __future__ import annotations
 import argparse
 import importlib.resources
 import json
-import math
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -35,6 +36,7 @@ MODEL = "deepseek-ai/DeepSeek-V2-Lite-Chat"
 SHARD_BYTES = 4 << 30
 DEVIATION, EMBEDDING_DEVIATION = 0.02, 1.0
 STEPS = 12
+DSC = (sys.executable, "-m", "dsc.compiler.cli")
 
 
 def write_checkpoint(folder: Path, layers: int, device: str) -> None:
@@ -65,27 +67,27 @@ def write_checkpoint(folder: Path, layers: int, device: str) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def start_builds(folder: Path, engines: Path, recipe: str) -> dict[str, subprocess.Popen[bytes]]:
+def start_builds(folder: Path, recipe: str, layers: int) -> dict[str, subprocess.Popen[bytes]]:
     """Compile the recipe, and the same in bfloat16 throughout, beside everything else."""
     text = (importlib.resources.files("dsc.recipes") / f"{recipe}.yaml").read_text()
-    begin = text.index("  - quantize_weights:")
-    end = text.index("  - plan_memory")
+    begin, end = text.index("  - quantize_weights:"), text.index("  - plan_memory")
     (folder / "bf16.yaml").write_text(text[:begin] + text[end:])
     builds = {}
     for name, source in ((recipe, recipe), ("bf16", str(folder / "bf16.yaml"))):
-        command = [sys.executable, "-m", "dsc.compiler.cli", "compile", "--recipe", source, "--model", str(folder)]
-        command += ["--ranks", "1", "--max-ram", "16GB", "--output", str(engines / f"{name}.engine")]
+        command = [*DSC, "compile", "--recipe", source, "--weights", "random", "--layers", str(layers), "--ranks", "1"]
+        command += ["--output", str(folder / f"{name}.engine")]
         builds[name] = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     return builds
 
 
-def engine_milliseconds(engine: Path, batches: list[int], context: int, device: str | None) -> dict[int, float]:
-    """Of a decode step, as `dsc bench` measures it."""
-    command = [sys.executable, "-m", "dsc.compiler.cli", "bench", str(engine), "--no-prefill", "--json"]
-    command += ["--batch", ",".join(map(str, batches)), "--context", str(context)]
-    command += ["--device", device] if device else []
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return {point["batch"]: point["seconds"] * 1e3 for point in json.loads(done.stdout)["decode"]}
+def bench(engine: Path, batches: list[int], context: int) -> list[dict[str, Any]]:
+    """Decode points of `dsc bench`."""
+    command = [*DSC, "bench", str(engine), "--no-prefill", "--json", "--context", str(context)]
+    done = subprocess.run(
+        [*command, "--batch", ",".join(map(str, batches))], capture_output=True, text=True, check=True
+    )
+    points: list[dict[str, Any]] = json.loads(done.stdout)["decode"]
+    return points
 
 
 class Peer:
@@ -102,8 +104,11 @@ class Peer:
             device_map=device if device == "cuda" else None,  # which needs accelerate
         ).eval()
 
-    def milliseconds(self, batch: int, context: int) -> float:
-        """Median of a decode step of `batch` sequences, the last token of `context`."""
+    def milliseconds(self, batch: int, context: int, ready: Callable[[], None]) -> float:
+        """Median of a decode step of `batch` sequences, the last token of `context`.
+
+        ready   is called after compiling, before what is timed
+        """
         from transformers import StaticCache
 
         torch._dynamo.reset()
@@ -117,7 +122,9 @@ class Peer:
                 layer.values.normal_()
                 layer.cumulative_length.fill_(context - 1)
             times = []
-            for _ in range(STEPS):
+            for step in range(STEPS):
+                if step == STEPS // 2:
+                    ready()
                 self._wait()
                 begin = time.perf_counter()
                 logits = forward(token, past_key_values=cache, use_cache=True).logits
@@ -133,53 +140,48 @@ class Peer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/v2-lite"))
-    parser.add_argument("--engines", help="where engines are put. Default: the system's folder for such")
+    parser.add_argument(
+        "--folder", default="/dev/shm", help="where 75 GB are put in a folder of their own, and deleted"
+    )
     parser.add_argument("--batch", default="1,64,256")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=27)
     parser.add_argument("--attention", default="sdpa", help="transformers' implementations, as sdpa,eager")
     parser.add_argument("--recipe", default="v2-lite-wint4")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="start no measurement of transformers after these"
-    )
+    parser.add_argument("--device", default="cuda", help="of transformers; cpu is for trying this program out")
     options = parser.parse_args()
-    begin, batches = time.monotonic(), [int(b) for b in options.batch.split(",")]
+    folder, begin = Path(tempfile.mkdtemp(dir=options.folder)), time.monotonic()
+    batches = [int(b) for b in options.batch.split(",")]
     rows: dict[str, dict[int, str]] = {}
 
-    def note(line: str, found: dict[int, str]) -> None:
-        rows.setdefault(line, {}).update(found)
-        print(f"{time.monotonic() - begin:.0f} s: {line}: {found}", flush=True)
+    def note(line: str, batch: int, found: str) -> None:
+        rows.setdefault(line, {})[batch] = found
+        print(f"{time.monotonic() - begin:.0f} s: {line}, batch {batch}: {found}", flush=True)
 
-    engines = Path(tempfile.mkdtemp(dir=options.engines))
-    write_checkpoint(options.folder, options.layers, options.device)
-    print(f"{time.monotonic() - begin:.0f} s: checkpoint written", flush=True)
-    builds = start_builds(options.folder, engines, options.recipe)
+    builds = start_builds(folder, options.recipe, options.layers)
+
+    def built() -> None:
+        if any(build.wait() for build in builds.values()):
+            raise SystemExit("an engine was not built")
+
     try:
+        write_checkpoint(folder / "checkpoint", options.layers, options.device)
         for attention in options.attention.split(","):
-            peer = Peer(options.folder, attention, options.device)
-            if any(build.wait() for build in builds.values()):
-                raise SystemExit("an engine was not built")
+            line, peer = f"transformers, bfloat16, {attention}", Peer(folder / "checkpoint", attention, options.device)
             for batch in batches:
-                if time.monotonic() - begin > options.seconds:
-                    note(f"transformers, {attention}", {batch: "not run"})
-                    continue
                 try:
-                    note(f"transformers, {attention}", {batch: f"{peer.milliseconds(batch, options.context):.3f}"})
+                    note(line, batch, f"{peer.milliseconds(batch, options.context, built):.3f}")
                 except torch.OutOfMemoryError:
-                    note(f"transformers, {attention}", {batch: "out of memory"})
+                    note(line, batch, "out of memory")
             del peer
             torch.cuda.empty_cache()
         for name in builds:
-            device = None if options.device == "cuda" else options.device
-            found = engine_milliseconds(engines / f"{name}.engine", batches, options.context, device)
-            note(f"dsc, {name}", {batch: f"{ms:.3f}" for batch, ms in found.items()})
+            for point in bench(folder / f"{name}.engine", batches, options.context):
+                note(f"dsc, {name}", point["batch"], f"{point['seconds'] * 1e3:.3f}")
     finally:
         for build in builds.values():
             build.kill()
-        shutil.rmtree(options.folder)
-        shutil.rmtree(engines)
+        shutil.rmtree(folder)
     table = Table("ms a decode step", *(f"batch {batch}" for batch in batches))
     for line, row in rows.items():
         table.add_row(line, *(row.get(batch, "") for batch in batches))
