@@ -49,9 +49,11 @@ class Ahead(Protocol):
         rows: Mapping[str, torch.Tensor],
         steps: int,
         take: Callable[[list[int]], bool],
+        busy: list[Any] | None = None,
     ) -> None:
         """Run up to `steps` steps of one token a sequence from `inputs` of main.decode and `rows` of sample; `take` gets
-        each step's tokens (-1: broken logits) and says whether to go on. The block table must hold all blocks."""
+        each step's tokens (-1: broken logits) and says whether to go on. The block table must hold all blocks. `busy`,
+        for profiles, gets a pair of timing events around each step's work on the device."""
         ...
 
 

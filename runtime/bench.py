@@ -135,7 +135,7 @@ class Bench:
 
     def _decode(self, batch: int, context: int, blocks: list[list[int]], plan: Plan) -> DecodePoint:
         program, spec = self.engine.programs["main.decode"].program, self.engine.spec
-        times = self._step_times(context, blocks, WARM_STEPS + plan.steps)[WARM_STEPS:]
+        times, busy = self._step_times(context, blocks, WARM_STEPS + plan.steps)
         draws = (self._batch(context, blocks).inputs() for _ in range(ROUTING_STEPS))
         hits = experts_hit(self.engine.backend, program, self.engine.cache.tensors, draws)
         independent = independent_hits(spec.num_experts, spec.experts_per_token, batch)
@@ -149,24 +149,27 @@ class Bench:
         return DecodePoint(
             batch=batch,
             context=context,
-            seconds=statistics.median(times),
+            seconds=statistics.median(times[WARM_STEPS:]),
             floor=sum(floors.values()) if floors else None,
             experts=hits,
             independent=independent,
             valid=spreads(hits, independent),
             memory_bytes=self._memory(),
-            device_seconds=timing.device,
+            device_seconds=statistics.median(busy[WARM_STEPS:]) if busy else timing.device,
             sample_seconds=timing.sample,
             layers=[self._layer(part, floors) for part in timing.layers],
             nodes=node_times(program, facts, timing.nodes, self.rates),
             launch=timing.launch,
         )
 
-    def _step_times(self, context: int, blocks: list[list[int]], steps: int) -> list[float]:
-        """Seconds of each of some steps as the serving loop has them; the last one's context is `context`."""
+    def _step_times(self, context: int, blocks: list[list[int]], steps: int) -> tuple[list[float], list[float]]:
+        """Seconds of each of some steps as the serving loop has them; the last one's context is `context`.
+
+        Second, of each step the seconds in which the device was busy with it; none where steps do not run ahead.
+        """
         ahead = self.engine.ahead
         if ahead is None or not ahead.fits(len(blocks)) or context <= steps:
-            return [self._step(context, blocks) for _ in range(steps)]
+            return [self._step(context, blocks) for _ in range(steps)], []
         times = [time.perf_counter()]
 
         def take(tokens: list[int]) -> bool:
@@ -177,8 +180,9 @@ class Bench:
         inputs = self._batch(context - steps, blocks).inputs()
         rows = self._sampling(torch.empty(len(blocks), 0))
         del rows["logits"]
-        ahead.burst(inputs, rows, steps, take)
-        return [after - before for before, after in pairwise(times)]
+        busy: list[Any] = []
+        ahead.burst(inputs, rows, steps, take, busy)
+        return [after - before for before, after in pairwise(times)], [a.elapsed_time(b) / 1e3 for a, b in busy]
 
     def _step(self, context: int, blocks: list[list[int]]) -> float:
         """Seconds of one step as a serving loop has it, greedy."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -60,12 +61,14 @@ class RunAhead:
         rows: Mapping[str, torch.Tensor],
         steps: int,
         take: Callable[[list[int]], bool],
+        busy: list[Any] | None = None,
     ) -> None:
         """Run up to `steps` decode steps of one token a sequence.
 
         inputs  of the first step; the block table holds the blocks of all steps
         rows    inputs of the sample program but the logits
         take    gets each step's tokens in order; False ends the burst (a step already launched is not taken)
+        busy    gets two events of each step, for profiles: the device begins its graph, and is done with it
         """
         sequences = len(inputs["tokens"])
         reading: list[_Read] = []
@@ -77,7 +80,12 @@ class RunAhead:
             self._sample.stage({**rows, "logits": logits[: sequences * self._vocab].view(sequences, self._vocab)})
             graph = self._graph(letters)
             for step in range(steps):
+                if busy is not None:
+                    busy.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+                    busy[-1][0].record(self._stream)
                 graph.replay()
+                if busy is not None:
+                    busy[-1][1].record(self._stream)
                 reading.append(self._read(sequences, step))
                 if len(reading) == IN_FLIGHT:
                     going = take(self._tokens(reading.pop(0)))

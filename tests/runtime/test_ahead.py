@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ class StandIn:
         rows: Mapping[str, torch.Tensor],
         steps: int,
         take: Callable[[list[int]], bool],
+        busy: list[Any] | None = None,
     ) -> None:
         inputs, rows = ({k: v.clone() for k, v in given.items()} for given in (inputs, rows))
         late: list[list[int]] = []
