@@ -24,6 +24,7 @@ FAMILIES = {
     "r1-wint4": "r1",
     "r1-fp8": "r1",
     "r1-wint4-a800": "r1",
+    "r1-wint8": "r1",
     "r1-wint8-2node": "r1",
     "v2-lite-wint4": "v2-lite",
     "kimi-k2-wint4": "k2",
