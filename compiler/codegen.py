@@ -23,6 +23,9 @@ from dsc.compiler.cubin import Resources, is_fp8, is_tensor_core, mnemonics, rea
 from dsc.plugins.gpu_node import Arch, Compiled, TritonSource
 
 Result = TypeVar("Result")
+# Registers a thread to allow, one after the other, where ptxas spilled to leave room for more blocks than it had to.
+BOUNDS = (64, 80, 96, 128, 168, 255)
+REGISTERS = 1 << 16  # of a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ class CubinCompiler:
 
     def build(self, advance: Callable[[int], None] = lambda _: None) -> None:
         """Compile what was asked for and is not there yet. Raises DscError with the compiler's words."""
-        known = {s: found for s in self.wanted if (found := self.built.get(s) or self._place(s).recall())}
+        found = {s: self.built.get(s) or self._place(s).recall() for s in self.wanted}
+        known = {s: built for s, built in found.items() if built and not built.resources.stack_bytes}
         advance(len(known))
         todo = [source for source in self.wanted if source not in known]
         self.built |= known | dict(zip(todo, self._each(build_one, todo, advance), strict=True))
@@ -85,7 +89,8 @@ class CubinCompiler:
 
     def contents(self, advance: Callable[[int], None] = lambda _: None) -> dict[Source, Contents]:
         """What is in every cubin that was built."""
-        known = {s: found for s in self.built if (found := self._contents.get(s) or self._place(s).recall_contents())}
+        found = {s: self._contents.get(s) or self._place(s).recall_contents(built) for s, built in self.built.items()}
+        known = {s: contents for s, contents in found.items() if contents}
         todo = [source for source in self.built if source not in known]
         self._contents |= known | dict(zip(todo, self._each(scan_one, todo, advance), strict=True))
         return self._contents
@@ -122,7 +127,23 @@ class CubinCompiler:
 
 
 def build_one(source: Source, chip: Arch, cache: Path) -> Built:
-    """Compile one source, or take it from the cache."""
+    """Compile one source, or take it from the cache.
+
+    ptxas may spill a few bytes to fit another block on a multiprocessor. Told how many registers it may take it does not,
+    so that a Triton kernel which spills is compiled again with bounds, the smallest that helps.
+    """
+    built = _made(source, chip, cache)
+    if not built.resources.stack_bytes or not isinstance(source, TritonSource) or source.max_registers:
+        return built
+    for bound in BOUNDS:
+        if built.resources.registers < bound <= REGISTERS // (32 * source.num_warps):
+            bounded = _made(replace(source, max_registers=bound), chip, cache)
+            if not bounded.resources.stack_bytes:
+                return bounded
+    return built
+
+
+def _made(source: Source, chip: Arch, cache: Path) -> Built:
     place = Place.of(source, chip, cache)
     found = place.recall()
     if found is not None:
@@ -136,10 +157,9 @@ def build_one(source: Source, chip: Arch, cache: Path) -> Built:
 
 def scan_one(source: Source, chip: Arch, cache: Path) -> Contents:
     """Look into what was built from one source."""
-    place = Place.of(source, chip, cache)
-    held = mnemonics(build_one(source, chip, cache).cubin)
-    contents = Contents(dots_of(source, chip), tuple(sorted(held)))
-    place.remember_contents(contents)
+    built = build_one(source, chip, cache)
+    contents = Contents(dots_of(source, chip), tuple(sorted(mnemonics(built.cubin))))
+    Place.of(source, chip, cache).remember_contents(built, contents)
     return contents
 
 
@@ -183,16 +203,18 @@ class Place:
         except OSError:  # another process was first
             shutil.rmtree(temporary)
 
-    def recall_contents(self) -> Contents | None:
-        """As `recall`."""
+    def recall_contents(self, built: Built) -> Contents | None:
+        """As `recall`, of what was built."""
         try:
             data = json.loads((self.folder / "contents.json").read_text())
-            return Contents(tuple(Dot(**dot) for dot in data["dots"]), tuple(data["mnemonics"]))
+            if hashlib.sha256(built.cubin).hexdigest() == data["sha256"]:
+                return Contents(tuple(Dot(**dot) for dot in data["dots"]), tuple(data["mnemonics"]))
         except (OSError, ValueError, KeyError, TypeError):
-            return None
+            pass
+        return None
 
-    def remember_contents(self, contents: Contents) -> None:
+    def remember_contents(self, built: Built, contents: Contents) -> None:
         handle, temporary = tempfile.mkstemp(dir=self.folder)
         with os.fdopen(handle, "w") as file:
-            json.dump(asdict(contents), file)
+            json.dump({**asdict(contents), "sha256": hashlib.sha256(built.cubin).hexdigest()}, file)
         Path(temporary).rename(self.folder / "contents.json")

@@ -376,9 +376,7 @@ class _Job:
 
     def tile(self, tile: Tile, splits: int, parts: Typed | None, arrivals: Typed | None) -> Kernel:
         """The launch of the Triton kernel with such a tile."""
-        arch, step = self.node.arch, tile.block_k or block_k(self.format, self.math, self.k)
-        # ptxas spills a little where a short loop over nibbles is pipelined as deep as it is long.
-        short = self.format.kind == "wint4" and splits == 1 and self.k <= tile.stages * step
+        arch = self.node.arch
         return self.node.triton(
             linear,
             (f"ceil_div({self.count}, {tile.tokens})*{-(-self.n // tile.rows)}", splits),
@@ -398,14 +396,14 @@ class _Job:
                 "GROUP": self.format.group,
                 "MATH": self.math,
                 "SWAP": tile.swap,
-                "BLOCK_K": step,
+                "BLOCK_K": tile.block_k or block_k(self.format, self.math, self.k),
                 "BM": tile.tokens,
                 "BN": tile.rows,
                 "SPLITS": splits,
                 "PDL": arch.has_pdl,
             },
             num_warps=tile.warps,
-            num_stages=2 if short else tile.stages,
+            num_stages=tile.stages,
             pdl=True,
         )
 
