@@ -1,0 +1,73 @@
+"""Every op has kernels for every architecture: they compile without a GPU, none spills, each has its instruction.
+
+At the head widths of the released models; the tests beside this one go into what single ops compile to.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import op_cases
+from support.gpu import _program, case_inputs
+from support.op_cases import CASES, Draw, formats_of
+
+from dsc.compiler.codegen import CubinCompiler
+from dsc.compiler.kernel_check import check_kernels
+from dsc.compiler.lower_gpu import lower_gpu
+from dsc.plugins.gpu_node import Arch
+from dsc.plugins.schema import folder_of, plugin_folders
+from dsc.runtime.errors import DscError
+from dsc.runtime.steps import Gemm, kernels_in
+
+BOUNDS = {"T": 512, "B": 32, "R": 512}
+QUANTIZED = {"sm_80": "wint8", "sm_90a": "wint4:128", "sm_100a": "fp8"}  # besides bf16
+
+WIDTHS = {"D": 512, "F": 256, "V": 1000, "HEADS": 16, "NOPE": 128, "ROPE": 64, "VALUE": 128, "LATENT": 512}
+WIDTHS |= {"Q_LORA": 1536, "BLOCK": 64}
+
+
+@pytest.fixture(autouse=True)
+def widths(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, width in WIDTHS.items():
+        monkeypatch.setattr(op_cases, name, width)
+
+
+def compiled(op: str, arch: str, format_: str, dtype: torch.dtype = torch.bfloat16) -> int:
+    """How many kernels a node has; DscError where one is not as it should be."""
+    case = CASES[op](Draw(129, dtype, format_, torch.Generator().manual_seed(0)))
+    compiler = CubinCompiler(Arch(arch))
+    inputs, attributes = case_inputs(case)
+    (program,) = lower_gpu([_program(op, inputs, attributes, BOUNDS)], compiler)
+    check_kernels([program], compiler, {})
+    launched = {step.cubin for variant in program.nodes[0].variants for step in kernels_in(variant.steps)}
+    assert launched == {built.compiled.cubin for built in compiler.built.values()}
+    gemms = [step for variant in program.nodes[0].variants for step in variant.steps if isinstance(step, Gemm)]
+    assert launched or gemms
+    return len(launched)
+
+
+def test_every_op_is_here() -> None:
+    assert sorted(map(folder_of, CASES)) == plugin_folders()
+
+
+@pytest.mark.parametrize("arch", QUANTIZED)
+@pytest.mark.parametrize("op", CASES)
+def test_bfloat16(op: str, arch: str) -> None:
+    assert compiled(op, arch, "bf16") > 0
+
+
+@pytest.mark.parametrize("arch", QUANTIZED)
+@pytest.mark.parametrize("op", [op for op in CASES if len(formats_of(op)) > 1 and op != "Embedding"])
+def test_a_quantized_format(op: str, arch: str) -> None:
+    assert compiled(op, arch, QUANTIZED[arch]) > 0
+
+
+@pytest.mark.parametrize("arch", QUANTIZED)
+@pytest.mark.parametrize("op", CASES)
+def test_float32(op: str, arch: str) -> None:
+    assert compiled(op, arch, "fp32", torch.float32) > 0
+
+
+def test_a_quantized_embedding_is_refused() -> None:
+    with pytest.raises(DscError, match="a quantized embedding has no kernel"):
+        compiled("Embedding", "sm_90a", "wint8")
