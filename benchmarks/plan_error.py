@@ -33,7 +33,7 @@ def main(gpu: str) -> None:
             columns = [error(others, source, step, us, found), error(own, source, step, us, [])]
             name = f"{step.phase} {step.sequences} x {step.queries}, context {step.context:,}"
             print(f"| {source.engine} | {name} | {us / 1e3:.3f} | {' | '.join(columns)} |")
-        told[source.engine] = scaled_words(found)
+        told[source.engine] = list(scaled_words(found))
     for engine, words in told.items():
         print(f"\n{engine} from the others: " + "; ".join(words))
 

@@ -10,7 +10,7 @@ import importlib.resources
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -22,12 +22,13 @@ from dsc.runtime.bench_floor import Rates
 
 FOLDER = "dsc.compiler.planning.kernel_times"
 TOKEN_US = 0.01  # orders steps whose least work is the same
+OTHER_WIDTHS, OTHER_FORMATS = "other widths", "other formats"
 OTHER_GROUP = 0.5  # how far apart 4-bit formats of two group sizes are, where another format is 1
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Microseconds of an op in a step. `scaled` says from what other op, formats or step; "" where it was measured."""
+    """Microseconds of an op in a step. `scaled` says from what: other widths, formats or steps; "" where it was measured."""
 
     us: float
     scaled: str = ""
@@ -87,10 +88,9 @@ class Table:
         if same:
             times = [self._at(entry, alone) for entry in same]
             scaled = next((time.scaled for time in times if time.scaled), "")
-            return Estimate(statistics.fmean(t.us for t in times), _formats_text(op) if least else scaled)
-        return Estimate(
-            self._scaled(op, step, [(e.op, self._at(e, alone).us) for e in found], alone), _words(op, least)
-        )
+            return Estimate(statistics.fmean(time.us for time in times), OTHER_FORMATS if least else scaled)
+        us = self._scaled(op, step, [(entry.op, self._at(entry, alone).us) for entry in found], alone)
+        return Estimate(us, OTHER_FORMATS if least else OTHER_WIDTHS)
 
     def gap_us(self, sequences: int) -> float:
         """What the host adds to a decode step: the mean of the nearest measured numbers of sequences."""
@@ -228,22 +228,19 @@ def _apart(one: str, other: str) -> float:
     return OTHER_GROUP if one.partition(":")[0] == other.partition(":")[0] else 1.0
 
 
-def _formats_text(op: PlannedOp) -> str:
-    return "other formats than " + ", ".join(dict.fromkeys(op.formats.values()))
-
-
-def _words(op: PlannedOp, distance: float) -> str:
-    return f"other widths and {_formats_text(op)}" if distance else "other widths"
-
-
 def _tokens(count: int) -> str:
     return f"{count:,} token{'s' if count != 1 else ''}"
 
 
-def scaled_words(estimates: Iterable[tuple[PlannedOp, Estimate]]) -> list[str]:
-    """Sentences on what was scaled: each op once, with from what."""
+def scaled_words(estimates: Sequence[tuple[PlannedOp, Estimate]]) -> Iterator[str]:
+    """Sentences on what was scaled: how much of the time, and which ops from what."""
     found: dict[str, set[str]] = {}
     for op, estimate in estimates:
         if estimate.scaled:
             found.setdefault(estimate.scaled, set()).add(op.op)
-    return [f"{', '.join(sorted(ops))}: scaled from {words}" for words, ops in sorted(found.items())]
+    if found:
+        total = sum(op.count * estimate.us for op, estimate in estimates)
+        scaled = sum(op.count * estimate.us for op, estimate in estimates if estimate.scaled)
+        yield f"{scaled / total:.0%} of these times were not measured as they are but scaled by an op's least work"
+    for words, ops in sorted(found.items()):
+        yield f"scaled from {words}: {', '.join(sorted(ops))}"

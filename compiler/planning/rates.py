@@ -152,7 +152,8 @@ def predict(
     batches = sorted({*(batch for batch in BATCHES if batch <= sequences), sequences})
     decode = tuple(predictor.decode(batch, context) for batch in batches)
     prefill = predictor.prefill(context, batch_tokens, sequences)
-    return Prediction(gpu, table.dates, decode, prefill, tuple(predictor.notes()))
+    drafts = ("drafts are not counted: a step is one token of each sequence",) if recipe.mtp.enabled else ()
+    return Prediction(gpu, table.dates, decode, prefill, (*drafts, *predictor.notes()))
 
 
 def _unpredictable(recipe: Recipe, table: Table | None) -> str:
