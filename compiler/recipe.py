@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dsc.compiler.ir.rewrite import Pass, find_pass
+from dsc.compiler.planning.gpus import GPUS, gpus_of
 from dsc.compiler.targets import TARGETS
 from dsc.compiler.yaml_fields import Fields, Parse, boolean, choice, integer, integers, listing, number, read_yaml, text
 from dsc.runtime.errors import DscError, nearest, raise_all
@@ -56,6 +57,7 @@ class Recipe:
     """A recipe as read. `name` is the file's name without its ending; `where` is how errors name the file.
 
     allow_kernels  kernels of a GPU target that may spill or miss their tensor-core instruction, by name, and why
+    gpu            which GPU of the target the engine's serving defaults are for; None: the target's first
     """
 
     name: str
@@ -71,6 +73,7 @@ class Recipe:
     allow: dict[str, Allowance]
     verify: dict[str, float] | None = None
     allow_kernels: dict[str, str] = field(default_factory=dict)
+    gpu: str | None = None
 
     def override(self, target: str | None = None, ranks: int | None = None) -> Recipe:
         """The same recipe for another target, or on `ranks` tensor ranks (1: everything on one)."""
@@ -78,7 +81,7 @@ class Recipe:
         if target is not None:
             if target not in TARGETS:
                 raise DscError(f"unknown target {target}", wanted=", ".join(TARGETS), try_=nearest(target, TARGETS))
-            recipe = replace(recipe, target=target)
+            recipe = replace(recipe, target=target, gpu=recipe.gpu if target == recipe.target else None)
         if ranks is not None:
             if ranks < 1:
                 raise DscError("a build needs at least one rank", wanted="--ranks 1 or more", got=str(ranks))
@@ -111,6 +114,7 @@ def recipe_from_json(data: dict[str, Any], where: str) -> Recipe:
             allow={name: Allowance(**entry) for name, entry in data["allow"].items()},
             verify=data["verify"],
             allow_kernels=data.get("allow_kernels", {}),  # engines of before have none
+            gpu=data.get("gpu"),
         )
     except (KeyError, TypeError, AttributeError, StopIteration) as error:
         raise DscError("its recipe is not one that this version reads", where=where, got=repr(error)) from error
@@ -168,6 +172,7 @@ def parse_recipe(content: str, where: str, name: str) -> Recipe:
         allow=_allow(top),
         verify=top.take("verify", lambda node: _verify(node, where, faults), default=None),
         allow_kernels=_allow_kernels(top),
+        gpu=top.take("gpu", choice(tuple(GPUS)), default=None),
     )
     top.finish()
     if recipe.mtp and recipe.mtp.weights:
@@ -309,6 +314,9 @@ def _check_together(recipe: Recipe, faults: list[DscError]) -> None:
         fault("mtp is enabled with no drafts", "drafts: 1 or more, or enabled: false", "drafts: 0")
     if not recipe.mtp.enabled and recipe.mtp.drafts:
         fault("mtp is off but drafts tokens", "enabled: true, or drafts: 0", f"drafts: {recipe.mtp.drafts}")
+    if recipe.gpu and GPUS[recipe.gpu].target != recipe.target:
+        known = ", ".join(gpu.name for gpu in gpus_of(recipe.target)) or "no gpu"
+        fault("the GPU does not run engines for the target", f"gpu: {known}", f"{recipe.gpu}, target {recipe.target}")
     names = [entry.name for entry in recipe.passes]
     if recipe.mtp.weights and "quantize_weights" not in names:
         fault("mtp.weights names formats, and no pass stores weights in them", "quantize_weights in passes", "none")

@@ -131,6 +131,7 @@ class Fit:
     cache_tokens    tokens that fit at the recipe's limits; 0 where nothing is left
     sequences_at    sequences of so many tokens that fit at once
     best            settings for sequences that hold `sequence_tokens` on average; None where it does not fit
+    serving         the same within the recipe's limits: what the engine's server starts with
     """
 
     gpu: Gpu
@@ -141,6 +142,7 @@ class Fit:
     cache_tokens: int
     sequences_at: Mapping[int, int]
     best: Settings | None
+    serving: Settings | None
     sequence_tokens: int
     reasons: tuple[str, ...]
 
@@ -167,9 +169,11 @@ def fit(spec: ModelSpec, recipe: Recipe, stages: Sequence[Stage], mesh: Mesh, gp
     left = max(usable - weights - step, 0)
     held = tokens(left)
     reasons = _reasons(recipe, gpu, usable - weights, held)
-    best = None
+    best = serving = None
     if not reasons:
         best = _best(spec, recipe, mesh, usable - weights, tokens, sequence_tokens)
+        sequences = max(1, min(limits.sequences, held // sequence_tokens))
+        serving = Settings(limits.batch_tokens, sequences, held // recipe.kv_cache.block_tokens)
     contexts = sorted({limits.context_tokens, *(n for n in CONTEXTS if n <= limits.context_tokens)})
     return Fit(
         gpu=gpu,
@@ -180,6 +184,7 @@ def fit(spec: ModelSpec, recipe: Recipe, stages: Sequence[Stage], mesh: Mesh, gp
         cache_tokens=held,
         sequences_at={n: held // n for n in contexts},
         best=best,
+        serving=serving,
         sequence_tokens=sequence_tokens,
         reasons=reasons,
     )

@@ -40,6 +40,11 @@ def find_gpu(name: str) -> Gpu:
     return GPUS[key]
 
 
+def default_gpu(target: str) -> Gpu | None:
+    """The GPU that an engine is meant for where nobody names one: its target's first. None for the CPU."""
+    return next(iter(gpus_of(target)), None)
+
+
 def gpus_of(target: str) -> list[Gpu]:
     """The GPUs that an engine of a target runs on."""
     return [gpu for gpu in GPUS.values() if gpu.target == target]

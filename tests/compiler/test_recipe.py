@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsc.compiler.recipe import load_recipe, packaged_recipes, parse_recipe
+from dsc.compiler.recipe import load_recipe, packaged_recipes, parse_recipe, recipe_from_json
 from dsc.runtime.errors import DscError
 
 GOOD = """\
@@ -49,6 +49,7 @@ def test_reads_a_complete_recipe() -> None:
     [
         ("target: cpu", "target: cpux", 2, "nearest: cpu"),
         ("target: cpu", "targt: cpu", 2, "try     target"),
+        ("target: cpu", "target: sm_90a\ngpu: h20o", 3, "nearest: h20)"),
         ("sequences: 16", "sequences: true", 4, "wanted  a whole number, 1 or more"),
         ("sequences: 16", "sequences: 0x10", 4, "wanted  a whole number, 1 or more"),
         ("sequences: 16", "sequences: 16, sequences: 17", 4, "limits.sequences is given twice"),
@@ -77,6 +78,7 @@ def test_a_fault_names_its_line_and_what_to_do(old: str, new: str, line: int, sa
         ("sequences: 16", "sequences: 1024", "limits.sequences exceeds limits.batch_tokens"),
         ("enabled: true", "enabled: false", "mtp is off but drafts tokens"),
         ("drafts: 1", "drafts: 0", "mtp is enabled with no drafts"),
+        ("target: cpu", "target: sm_80\ngpu: h200", "wanted  gpu: a100, a100-40, a800"),
         ("  - set_dtype", "  - fuse_qkv\n  - set_dtype", "pass fuse_qkv is listed twice"),
         ("allow: {fuse_qkv", "allow: {fuse_moe", "allow names fuse_moe, which does not run"),
     ],
@@ -84,6 +86,14 @@ def test_a_fault_names_its_line_and_what_to_do(old: str, new: str, line: int, sa
 def test_keys_that_contradict_each_other(old: str, new: str, said: str) -> None:
     assert old in GOOD
     assert said in errors_of(GOOD.replace(old, new, 1))
+
+
+def test_the_gpu_that_an_engine_is_meant_for() -> None:
+    text = GOOD.replace("target: cpu", "target: sm_90a\ngpu: h100")
+    recipe = parse_recipe(text, where="mine.yaml", name="mine")
+    assert (recipe.gpu, parse_recipe(GOOD, where="mine.yaml", name="mine").gpu) == ("h100", None)
+    assert recipe_from_json(recipe.to_json(), "manifest.json").gpu == "h100"
+    assert (recipe.override("sm_90a").gpu, recipe.override("sm_80").gpu) == ("h100", None)
 
 
 def test_all_faults_at_once() -> None:
@@ -107,7 +117,9 @@ def test_every_packaged_recipe_reads_and_is_complete() -> None:
     for name in names:
         recipe = load_recipe(name)
         assert recipe.passes[-1].name == "plan_memory", name
-        assert None not in [getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.name != "verify"], name
+        assert None not in [
+            getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.name not in ("verify", "gpu")
+        ], name
 
 
 def test_override() -> None:
