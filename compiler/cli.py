@@ -250,6 +250,22 @@ def explain(engine: Path, name: str, as_json: bool) -> None:
 
 @main.command()
 @click.argument("engine", type=PATH)
+@click.option("--json", "as_json", is_flag=True, help="What was done as JSON.")
+def migrate(engine: Path, as_json: bool) -> None:
+    """Bring an engine of an older schema version to this one.
+
+    Without its checkpoint, in place, after hashing every file.
+    """
+    from dsc.compiler.progress import Progress
+    from dsc.runtime.migrate import migrate as run
+
+    with Progress(quiet=as_json) as progress:
+        done = run(engine, lambda nbytes: progress.step("hashes", nbytes), progress.advance)
+    click.echo(json.dumps(done.to_json(), indent=2) if as_json else done.text())
+
+
+@main.command()
+@click.argument("engine", type=PATH)
 @click.option("--html", type=PATH, help="The file to write. Default: ./<engine>.html")
 def report(engine: Path, html: Path | None) -> None:
     """Write an engine's report as one page of HTML.
@@ -336,7 +352,7 @@ def _read_prompt() -> str:
     "--steps", type=click.IntRange(1), default=16, show_default=True, help="Decode steps to take the median of."
 )
 @click.option("--no-prefill", is_flag=True, help="Decode only.")
-@click.option("--nodes", is_flag=True, help="Also time every node of one layer.")
+@click.option("--nodes", is_flag=True, help="Also time every kind of node by itself.")
 @click.option("--plot", type=PATH, help="Write a PNG of rate against batch, with the floor (needs matplotlib).")
 @click.option("--device", help="cpu or cuda. Default: the engine's target.")
 @click.option("--gpu-memory", type=float, help="GB of the GPU's memory to take in all, weights and cache.")

@@ -35,6 +35,7 @@ from dsc.runtime.manifest import (
     Model,
     Mtp,
     Parallel,
+    Serving,
     TensorEntry,
 )
 from dsc.runtime.program import Program
@@ -54,6 +55,7 @@ class EngineContents:
     graphs      final graphs in the order main, mtp, sample; `dsc.compiler.emit.place` has told them where weights lie
     checkpoint  folder the tokenizer is copied from
     notes       what the build told its user besides
+    serving     what the planner suggests to serve with, None where it suggests nothing
     """
 
     spec: ModelSpec
@@ -64,6 +66,7 @@ class EngineContents:
     ledger: Ledger
     checkpoint: Path
     notes: Sequence[str] = ()
+    serving: Serving | None = None
 
 
 def write_engine(folder: Path, contents: EngineContents, target: Target) -> Manifest:
@@ -194,6 +197,7 @@ def _manifest(
         tensors=_tensor_entries(contents),
         files=files,
         toolchain=toolchain(),
+        serving=contents.serving,
     )
     # Read back what will be written: a fault is found here, not by the first who loads the engine.
     return Manifest.from_json(manifest.to_json(), NAME)

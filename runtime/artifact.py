@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -56,7 +57,7 @@ class EngineFolder:
             )
         where = str(folder / NAME)
         engine = cls(folder, Manifest.from_json(codec.read_json(folder / NAME, where), where))
-        engine._check_files()
+        engine.check_files()
         return engine
 
     # -- what it says
@@ -80,8 +81,11 @@ class EngineFolder:
 
     @cached_property
     def content_hash(self) -> str:
-        """sha256 of the manifest, which holds the sha256 of every other hashed file: equal engines, equal hash."""
-        return hashlib.sha256((self.path / NAME).read_bytes()).hexdigest()
+        """sha256 of the manifest, which holds the sha256 of every other hashed file: equal engines, equal hash.
+
+        What an engine was before it was migrated is no part of it: then it equals one built anew.
+        """
+        return hashlib.sha256(codec.dump_json(replace(self.manifest, migrated=()).to_json())).hexdigest()
 
     def graph_files(self, name: str, rank: int = 0) -> GraphFiles:
         """Files of a graph on a rank."""
@@ -133,6 +137,21 @@ class EngineFolder:
             raise DscError(f"the engine has no {name}", where=str(self.path))
         return (self.path / name).read_bytes()
 
+    def check_files(self) -> None:
+        """Raise DscError with every file that is missing, of another size or a way out of the engine."""
+        faults = []
+        root = self.path.resolve()
+        for path, entry in sorted(self.manifest.files.items()):
+            file, where = self.path / path, str(self.path / path)
+            if not file.is_file():
+                faults.append(DscError(f"is missing{self._rank_of(path)}", where=where))
+            elif not file.resolve().is_relative_to(root):
+                faults.append(DscError("leads out of the engine", where=where, got=f"a link to {file.resolve()}"))
+            elif file.stat().st_size != entry.bytes:
+                got = f"{file.stat().st_size} bytes"
+                faults.append(DscError("has another size", where=where, wanted=f"{entry.bytes} bytes", got=got))
+        raise_all(f"{self.path}: the engine is not whole", faults)
+
     def verify_tensor(self, name: str) -> None:
         """Compare one tensor's bytes with its sha256; raises DscError naming file and tensor."""
         entry = self.manifest.tensors[name]
@@ -165,20 +184,6 @@ class EngineFolder:
                 mapped.madvise(mmap.MADV_DONTNEED)
 
     # -- inside
-
-    def _check_files(self) -> None:
-        faults = []
-        root = self.path.resolve()
-        for path, entry in sorted(self.manifest.files.items()):
-            file, where = self.path / path, str(self.path / path)
-            if not file.is_file():
-                faults.append(DscError(f"is missing{self._rank_of(path)}", where=where))
-            elif not file.resolve().is_relative_to(root):
-                faults.append(DscError("leads out of the engine", where=where, got=f"a link to {file.resolve()}"))
-            elif file.stat().st_size != entry.bytes:
-                got = f"{file.stat().st_size} bytes"
-                faults.append(DscError("has another size", where=where, wanted=f"{entry.bytes} bytes", got=got))
-        raise_all(f"{self.path}: the engine is not whole", faults)
 
     def _rank_of(self, path: str) -> str:
         for ranks in self.manifest.graphs.values():

@@ -139,7 +139,8 @@ def read(folder: EngineFolder) -> Certificate | None:
         raise DscError(
             "is of another version", where=str(file), wanted=str(SCHEMA_VERSION), got=str(certificate.schema_version)
         )
-    if certificate.engine != folder.content_hash:
+    earlier = [version.content_hash for version in folder.manifest.migrated]  # a migration changes no weight
+    if certificate.engine not in (folder.content_hash, *earlier):
         raise DscError(
             "belongs to another engine",
             where=str(file),

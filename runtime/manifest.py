@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import PurePosixPath
+from pathlib import PurePath, PurePosixPath
 from typing import Any, Literal
 
 from dsc.runtime import codec
@@ -15,7 +15,7 @@ from dsc.runtime.errors import DscError, nearest, raise_all
 from dsc.runtime.program import DTYPE_BYTES
 from dsc.runtime.spec import ModelSpec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # another one needs a step in dsc.runtime.migrate
 NAME, REPORT = "manifest.json", "report.json"
 LOCAL = "local"  # measured after the build; neither listed nor hashed
 
@@ -118,13 +118,33 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
+class Serving:
+    """What to serve with on GPUs of one kind, a server's defaults: sequences at once, blocks of cache, tokens of a step."""
+
+    gpu: str
+    sequences: int
+    cache_blocks: int
+    batch_tokens: int
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What an engine was before a migration: what was measured then, and names it by that hash, holds."""
+
+    schema_version: int
+    content_hash: str
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What an engine is. `recipe` is the recipe as resolved, `toolchain` the versions that shaped the bytes.
 
-    graphs   by name, one entry per rank
-    tensors  by the name that programs use
-    target   which backend runs it (dsc.runtime.backends)
-    files    every hashed file, by its path in the engine
+    graphs    by name, one entry per rank
+    tensors   by the name that programs use
+    target    which backend runs it (dsc.runtime.backends)
+    files     every hashed file, by its path in the engine
+    serving   as the compiler suggests; None for CPUs, where nothing fits, and in engines older than version 2
+    migrated  the versions it went through, oldest first; no part of the content hash
     """
 
     schema_version: int
@@ -142,6 +162,8 @@ class Manifest:
     tensors: dict[str, TensorEntry]
     files: dict[str, FileEntry]
     toolchain: dict[str, str]
+    serving: Serving | None
+    migrated: tuple[Earlier, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """JSON data that `from_json` reads back."""
@@ -158,19 +180,34 @@ class Manifest:
         return manifest
 
 
-def _check_version(data: Any, where: str) -> None:
-    """Before anything else: another version has other keys, and a heap of faults would hide why."""
+def version_of(data: Any, where: str) -> int:
+    """The schema version of a manifest's JSON; DscError where it has none, so is none."""
     version = data.get("schema_version") if isinstance(data, dict) else None
     if type(version) is not int:
         raise DscError("is not the manifest of an engine", where=where, wanted="schema_version, an integer")
+    return version
+
+
+def _check_version(data: Any, where: str) -> None:
+    """Before anything else: another version has other keys, and a heap of faults would hide why."""
+    version = version_of(data, where)
     if version != SCHEMA_VERSION:
-        raise DscError(
-            "the engine has another schema version",
-            where=where,
-            wanted=f"schema version {SCHEMA_VERSION}, the one this dsc reads",
-            got=f"schema version {version}",
-            try_="the dsc that built the engine, or build it again",
-        )
+        raise other_version(version, where)
+
+
+def other_version(version: int, where: str) -> DscError:
+    """That an engine is not of the version that this program reads, and what helps."""
+    if version > SCHEMA_VERSION:
+        try_ = "a newer dsc"
+    else:
+        try_ = f"dsc migrate {PurePath(where).parent}" if version >= 1 else "build it again"
+    return DscError(
+        "the engine has another schema version",
+        where=where,
+        wanted=f"schema version {SCHEMA_VERSION}, the one this dsc reads",
+        got=f"schema version {version}",
+        try_=try_,
+    )
 
 
 def is_inside(path: str) -> bool:
@@ -202,6 +239,7 @@ def _faults(manifest: Manifest, where: str) -> Iterator[DscError]:
         if value < 1:
             yield DscError(f"{name} is not positive", where=where, got=str(value))
     yield from _cache_faults(manifest.kv_cache, where)
+    yield from _serving_faults(manifest, where)
 
 
 def _cache_faults(cache: CacheLayout, where: str) -> Iterator[DscError]:
@@ -212,6 +250,20 @@ def _cache_faults(cache: CacheLayout, where: str) -> Iterator[DscError]:
     if cache.block_bytes != want:
         got = str(cache.block_bytes)
         yield DscError("kv_cache.block_bytes does not follow from its widths", where=where, wanted=str(want), got=got)
+
+
+def _serving_faults(manifest: Manifest, where: str) -> Iterator[DscError]:
+    serving = manifest.serving
+    if serving is not None:
+        for name in ("sequences", "cache_blocks", "batch_tokens"):
+            if getattr(serving, name) < 1:
+                yield DscError(f"serving.{name} is not positive", where=where, got=str(getattr(serving, name)))
+        if not serving.gpu:
+            yield DscError("serving.gpu is empty", where=where, wanted="the kind of GPU it is for")
+    for i, earlier in enumerate(manifest.migrated):
+        if not 1 <= earlier.schema_version < SCHEMA_VERSION or not _is_sha256(earlier.content_hash):
+            got = f"version {earlier.schema_version}, {earlier.content_hash!r}"
+            yield DscError(f"migrated[{i}] is no earlier version with its hash", where=where, got=got)
 
 
 def _is_sha256(text: str) -> bool:
