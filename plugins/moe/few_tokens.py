@@ -31,13 +31,11 @@ class Stream:
 class Few:
     """A variant: for at most `pairs` (token, expert) pairs an expert, in tiles of `tile` tokens.
 
-    direct   every pair is a tile: no work list
     joint    the shared expert's tiles are in the same launches
     """
 
     pairs: float
     tile: int
-    direct: bool
     joint: bool
     gate_up: Stream
     down: Stream
@@ -60,67 +58,78 @@ def joins(work: Work, case: Few) -> bool:
     return all(_rings(work, case, stream, kind, width) for stream, width in pairs)
 
 
-def few_steps(work: Work, case: Few, most: int) -> tuple[Kernel, Kernel]:
-    """Gate and up, then down, for steps of at most `most` tokens."""
-    joint = work.shared if joins(work, case) else None
-    return _gate_up(work, case, most, joint), _down(work, case, most, joint)
+def few_steps(work: Work, case: Few, most: int, late: bool) -> tuple[tuple[Kernel, ...], Kernel, Kernel]:
+    """What quantizes x, gate and up, then down, for steps of at most `most` tokens.
+
+    late   the steps before gate and up and before down make nothing that these read
+    """
+    sets = [work.routed, *([work.shared] if work.shared and joins(work, case) else [])]
+    quantized = tuple(dict.fromkeys(work.quantized(e)[0] for e in sets if _as_codes(work, e)))
+    return quantized, _gate_up(work, case, most, sets, late), _down(work, case, most, sets, late)
 
 
-def _hidden(work: Work, experts: Experts, most: int) -> Typed:
-    """What enters down: float32 where it is quantized next."""
-    dtype = "float32" if work.formats(experts)[0].kind == "fp8" else "bfloat16"
-    rows = most * (work.node.width("K") if experts.routed else 1)
-    name = f"few.{experts.gate}.{most}"
-    return work.node.add_scratch(name, dtype, (f"min({experts.rows}, {rows})", experts.width))
+def _as_codes(work: Work, experts: Experts) -> bool:
+    """Whether activations are quantized by their own step, and hidden values by gate and up."""
+    return work.formats(experts)[0].kind == "fp8"
 
 
-def _gate_up(work: Work, case: Few, most: int, shared: Experts | None) -> Kernel:
-    node, routed = work.node, work.routed
-    arguments: list[object] = [
-        node.at("x"),
-        node.at("ids"),
-        work.tiles,
-        work.order,
-        *_weight(node, "gate"),
-        *_weight(node, "up"),
-    ]
-    arguments.append(_hidden(work, routed, most))
-    if shared is not None:
-        arguments += [*_weight(node, shared.gate), *_weight(node, shared.up), _hidden(work, shared, most)]
-    else:
-        arguments += [None] * 5
-    grid = _grid(node, case, case.gate_up.row_warps * ROWS["gate_up"], routed.width, shared.width if shared else 0)
-    return _launch(work, case, case.gate_up, "gate_up", grid, [*arguments, "T"], shared)
+def _hidden(work: Work, experts: Experts, most: int) -> tuple[Typed, Typed | None]:
+    """What enters down: codes and their scales, or bfloat16."""
+    node, name = work.node, f"few.{experts.gate}.{most}"
+    rows = f"min({experts.rows}, {most * (node.width('K') if experts.routed else 1)})"
+    if _as_codes(work, experts):
+        scales = node.add_scratch(f"{name}.scales", "float32", (experts.width // 128, rows))
+        return node.add_scratch(name, "float8_e4m3fn", (rows, experts.width)), scales
+    return node.add_scratch(name, "bfloat16", (rows, experts.width)), None
 
 
-def _down(work: Work, case: Few, most: int, shared: Experts | None) -> Kernel:
-    node, routed = work.node, work.routed
-    arguments: list[object] = [_hidden(work, routed, most), node.at("ids"), work.tiles, work.order, node.at("weights")]
-    arguments += [*_weight(node, "down"), work.out]
-    if shared is not None:
-        arguments += [_hidden(work, shared, most), *_weight(node, shared.down)]
-    else:
-        arguments += [None] * 3
-    width = node.width("D")
-    grid = _grid(node, case, case.down.row_warps * ROWS["down"], width, width if shared else 0)
-    return _launch(work, case, case.down, "down", grid, [*arguments, "T"], shared)
+def _gate_up(work: Work, case: Few, most: int, sets: list[Experts], late: bool) -> Kernel:
+    node = work.node
+    arguments: list[object] = []
+    for experts in sets:
+        x = work.quantized(experts)[1:] if _as_codes(work, experts) else (node.at("x"), None)
+        arguments += [*x, *([work.tiles, work.order] if experts.routed else [])]
+        arguments += [*_weight(node, experts.gate), *_weight(node, experts.up), *_hidden(work, experts, most)]
+    arguments += [None] * (8 * (2 - len(sets)))
+    grid = _grid(node, case, case.gate_up.row_warps * ROWS["gate_up"], [experts.width for experts in sets])
+    return _launch(work, case, case.gate_up, "gate_up", grid, [*arguments, "T"], sets, late)
+
+
+def _down(work: Work, case: Few, most: int, sets: list[Experts], late: bool) -> Kernel:
+    node = work.node
+    arguments: list[object] = []
+    for experts in sets:
+        arguments += _hidden(work, experts, most)
+        more = [work.tiles, work.order, node.at("weights")] if experts.routed else []
+        arguments += [*more, *_weight(node, experts.down), *([work.out] if experts.routed else [])]
+    arguments += [None] * (4 * (2 - len(sets)))
+    grid = _grid(node, case, case.down.row_warps * ROWS["down"], [node.width("D")] * len(sets))
+    return _launch(work, case, case.down, "down", grid, [*arguments, "T"], sets, late)
 
 
 def _weight(node: GpuNode, name: str) -> tuple[Typed, Typed | None]:
     return node.at(name), node.maybe(f"{name}.scales")
 
 
-def _grid(node: GpuNode, case: Few, rows: int, routed: int, shared: int) -> str:
-    tiles = f"{node.width('K')}*T" if case.direct else num_tiles(node, case.tile)
-    of_shared = f" + ceil_div(T, {case.tile})*{shared // rows}" if shared else ""
-    return f"({tiles})*{routed // rows}{of_shared}"
+def _grid(node: GpuNode, case: Few, rows: int, widths: list[int]) -> str:
+    """Blocks of `rows` rows for every tile of the routed experts, then of the shared one if it is there."""
+    tiles = num_tiles(node, case.tile)
+    of_shared = "".join(f" + ceil_div(T, {case.tile})*{width // rows}" for width in widths[1:])
+    return f"({tiles})*{widths[0] // rows}{of_shared}"
 
 
 def _launch(
-    work: Work, case: Few, stream: Stream, stage: str, grid: str, arguments: list[object], shared: Experts | None
+    work: Work,
+    case: Few,
+    stream: Stream,
+    stage: str,
+    grid: str,
+    arguments: list[object],
+    sets: list[Experts],
+    late: bool,
 ) -> Kernel:
-    node = work.node
-    sets = [work.routed, *([shared] if shared else [])]
+    node, shared = work.node, sets[1] if len(sets) > 1 else None
+    assert shared is None or not late, node.name
     formats = [work.formats(experts)[0] for experts in sets]
     widths = [node.width("D") if stage == "gate_up" else experts.width for experts in sets]
     rings = [_rings(work, case, stream, f.kind, w)[-1] for f, w in zip(formats, widths, strict=True)]
@@ -139,8 +148,8 @@ def _launch(
         "ROW_WARPS": stream.row_warps,
         "K_WARPS": stream.k_warps,
         "CHUNK": stream.chunk,
-        "DIRECT": int(case.direct),
         "PDL": int(node.arch.has_pdl),
+        "LATE": int(late),
         "BLOCKS_PER_SM": stream.blocks,
     }
     return node.cuda(
@@ -164,7 +173,7 @@ def _rings(work: Work, case: Few, stream: Stream, kind: str, width: int) -> list
 
 
 def _bytes(stream: Stream, depth: int, tile: int, kind: str, blocks: int) -> int:
-    """Shared memory as few_tokens.cu lays it out: rings, activations twice, their scales, the weights' scales."""
+    """Shared memory as few_tokens.cu lays it out: rings, activations, their scales, the weights' scales."""
     warps = stream.row_warps * stream.k_warps
     size = warps * depth * 4 * PIECES[kind] * 512
     size += 2 * stream.k_warps * tile * (stream.chunk * 256 + 64)

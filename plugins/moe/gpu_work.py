@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from dsc.plugins.formats import Format
 from dsc.plugins.gpu_node import GpuNode, Typed
-from dsc.plugins.moe.triton_experts import moe_sum
+from dsc.plugins.moe.triton_experts import moe_sum, split_planes
+from dsc.plugins.triton_activations import quantize
 from dsc.runtime.steps import Kernel
 
 PLAN_THREADS = 512
@@ -79,12 +80,27 @@ class Work:
         width = self.node.width("D") * (4 if self.out.dtype == "float32" else 2)
         return self.node.at(self.out.pointer.operand, offset=f"{self.node.width('K')}*T*{width}")
 
+    def quantized(self, experts: Experts) -> tuple[Kernel, Typed, Typed]:
+        """The step that quantizes x for a set of experts in fp8, the codes and their scales: the same for both sets."""
+        node, ue8m0 = self.node, self.formats(experts)[0].ue8m0
+        return quantize(node, node.at("x"), node.width("D"), "T", ue8m0=ue8m0, name="x.ue8m0" if ue8m0 else "x")
+
+    def planes(self) -> tuple[Kernel, Typed]:
+        """The step that puts the even columns of x before the odd ones, and its result."""
+        node = self.node
+        width, planes = node.width("D"), node.add_scratch("x.planes", "bfloat16", ("T", node.width("D")))
+        arguments = {"x": node.at("x"), "planes": planes, "K": width, "BLOCK": SUM_BLOCK, "PDL": node.arch.has_pdl}
+        return node.triton(split_planes, ("T", -(-width // (2 * SUM_BLOCK))), arguments, num_warps=4, pdl=True), planes
+
     def tokens(self, pairs: float) -> int:
         """Tokens of a step in which an expert has `pairs` on average."""
         return max(1, int(pairs * self.node.width("E") / self.node.width("K")))
 
-    def plan(self, tile: int) -> Kernel:
-        """The step that makes the work list, in tiles of at most `tile` pairs."""
+    def plan(self, tile: int, late: bool = False) -> Kernel:
+        """The step that makes the work list, in tiles of at most `tile` pairs.
+
+        late   the step before it makes nothing that it reads
+        """
         node = self.node
         return node.cuda(
             __name__,
@@ -98,6 +114,7 @@ class Work:
                 "TILE": tile,
                 "THREADS": PLAN_THREADS,
                 "PDL": int(node.arch.has_pdl),
+                "LATE": int(late),
             },
             pdl=True,
         )

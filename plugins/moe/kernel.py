@@ -1,7 +1,7 @@
 """Moe on GPUs: sort pairs by expert, gate and up with SwiGLU, down with the routing weight, an ordered sum.
 
-While tokens are few, weights set the pace and few_tokens.cu streams them; any number of tokens, format or width goes through
-the Triton kernels. Every result is written once and added in a fixed order: the same sums in every run.
+While tokens are few, weights set the pace and one_token.cu and few_tokens.cu stream them; any number of tokens, format or
+width goes through the Triton kernels. Every result is written once and added in a fixed order: the same sums in every run.
 """
 
 from __future__ import annotations
@@ -11,20 +11,24 @@ from dataclasses import dataclass
 from dsc.plugins.gpu_node import GpuNode, Typed
 from dsc.plugins.moe.few_tokens import Few, Stream, few_steps, joins, streams
 from dsc.plugins.moe.gpu_work import Experts, Work, num_tiles
+from dsc.plugins.moe.one_token import one_token_steps
 from dsc.plugins.moe.triton_experts import moe_down, moe_gate_up
-from dsc.plugins.triton_activations import quantize
 from dsc.plugins.triton_weights import block_k, codes, math_of
 from dsc.runtime.steps import Kernel, Step, Variant
 
-# By the kind of weight; a row of bfloat16 is long, so that four warps fill a thread block's ring.
+# By the kind of weight, after one token; a row of bfloat16 is long, so that four warps fill a thread block's ring. More
+# tokens, of fp8 already a few, are faster through Triton (benchmarks/NOTES.md, "moe").
 _EIGHT, _FOUR = Stream(8, 1, 1), Stream(4, 1, 1)
+_LONG, _LEAN = Stream(8, 1, 2), Stream(4, 1, 1, 3)
 FEW: dict[str, tuple[Few, ...]] = {
-    kind: (
-        Few(0, 8, True, True, stream, stream),
-        Few(0.5, 16, False, True, stream, stream),
-        Few(8, 16, False, False, stream, stream),
-    )
-    for kind, stream in (("wint4", _EIGHT), ("wint8", _EIGHT), ("fp8", _EIGHT), ("bf16", _FOUR))
+    "wint4": (
+        Few(3 / 2, 16, True, _LONG, _LONG),
+        Few(16, 16, False, _LONG, _LONG),
+        Few(64, 32, False, _LEAN, _LEAN),
+    ),
+    "wint8": (Few(3 / 2, 16, True, _EIGHT, _EIGHT), Few(8, 16, False, _EIGHT, _EIGHT)),
+    "fp8": (Few(1 / 4, 16, True, _EIGHT, _EIGHT),),
+    "bf16": (Few(3 / 2, 16, True, _FOUR, _FOUR), Few(8, 16, False, _FOUR, _FOUR)),
 }
 
 
@@ -51,40 +55,66 @@ TILES: dict[str, tuple[Tile, ...]] = {
     "fp8 as bf16": (_SMALL, _MIDDLE),
     "wint4:32": (_SMALL, _MIDDLE),
     "wint4:64": (_SMALL, _MIDDLE),
-    "wint4:128": (_SMALL, _MIDDLE, Tile(128, 64, True, 8, 3)),
+    "wint4:128": (_SMALL, _MIDDLE, Tile(128, 128, True, 8, 3)),
     "bf16": (_SMALL, _MIDDLE, Tile(128, 128, True, 8, 4, 64)),
 }
+# Without wgmma (before and after Hopper) fewer rows or tokens, so that the sums stay in registers.
+TILES_ELSEWHERE = {**TILES, "fp8": TILES["fp8"][:2], "wint4:128": (_SMALL, _MIDDLE, Tile(128, 64, True, 8, 3))}
 
 
 def lower(node: GpuNode) -> tuple[Variant, ...]:
     """Variants by the step's tokens: the more pairs an expert has, the larger are the tiles."""
     work = Work.of(node)
     made, served = [], 0
+    one = one_token_steps(work)
+    if one is not None:
+        made, served = [Variant((*one, work.sum()), "T <= 1")], 1
     for case in FEW[node.format("gate").kind] if streams(work, work.routed) else ():
-        served = work.tokens(case.pairs)
-        made.append(Variant(_few(work, case, served), f"T <= {served}"))
+        most = work.tokens(case.pairs)
+        if most > served:
+            made.append(Variant(_few(work, case, most), f"T <= {most}"))
+            served = most
     for size in _SIZES[:-1]:
         most = work.tokens(size / 2)
         if most > served:
-            made.append(Variant(_many(work, size), f"T <= {most}"))
-    return (*made, Variant(_many(work, _SIZES[-1])))
+            made.append(Variant(_many(work, size, most), f"T <= {most}"))
+    return (*made, Variant(_many(work, _SIZES[-1], 0)))
 
 
 def _few(work: Work, case: Few, most: int) -> tuple[Step, ...]:
-    """Streamed weights; a shared expert that cannot come along goes through Triton."""
-    plan = [] if case.direct else [work.plan(case.tile)]
-    gate_up, down = few_steps(work, case, most)
-    if work.shared is None or joins(work, case):
-        return (*plan, gate_up, down, work.sum())
-    shared = _Set.of(work, work.shared, 16 if most <= 16 else 64 if most <= 64 else 128)
-    return (*shared.steps(), *plan, gate_up, down, work.sum())
+    """Streamed weights; a shared expert that cannot come along goes through Triton beside them."""
+    beside = None if joins(work, case) else _beside(work, most)
+    quantized, gate_up, down = few_steps(work, case, most, late=beside is not None)
+    return _in_order(work, case.tile, beside, quantized, gate_up, down)
 
 
-def _many(work: Work, size: int) -> tuple[Step, ...]:
+def _beside(work: Work, most: int) -> _Set | None:
+    """The shared expert, if there is one, in tiles for steps of at most so many tokens (0: any number)."""
+    if work.shared is None:
+        return None
+    return _Set.of(work, work.shared, next((size for size in _SIZES if 0 < most <= size), _SIZES[-1]))
+
+
+def _many(work: Work, size: int, most: int) -> tuple[Step, ...]:
     """Triton for all experts, in tiles of at most `size` tokens."""
+    beside = _beside(work, most)
     routed = _Set.of(work, work.routed, size)
-    shared = _Set.of(work, work.shared, size).steps() if work.shared else ()
-    return (*shared, work.plan(routed.tile.tokens), *routed.steps(), work.sum())
+    gate_up, down = routed.products(late=beside is not None)
+    return _in_order(work, routed.tile.tokens, beside, routed.before(), gate_up, down)
+
+
+def _in_order(
+    work: Work, tile: int, beside: _Set | None, before: tuple[Kernel, ...], gate_up: Kernel, down: Kernel
+) -> tuple[Step, ...]:
+    """All steps. The few programs of a shared expert run beside those of the routed ones: each of its two products is
+    launched ahead of theirs, which waits for it only at its end.
+    """
+    before = tuple(dict.fromkeys([*(beside.before() if beside else ()), *before]))
+    plan = work.plan(tile, late=bool(before))
+    if beside is None:
+        return (*before, plan, gate_up, down, work.sum())
+    shared_gate_up, shared_down = beside.products()
+    return (*before, plan, shared_gate_up, gate_up, shared_down, down, work.sum())
 
 
 @dataclass(frozen=True)
@@ -104,20 +134,38 @@ class _Set:
         decoded = {"wint4": str(format_), "fp8": "fp8 as bf16"}
         kind = decoded.get(format_.kind, gate) if gate == "bf16" else gate
         rows = 128 if work.formats(experts)[1].kind == "fp8" else 0  # a group of down's codes is one program's
-        tile = max((t for t in TILES[kind] if t.tokens <= size and t.rows >= rows), key=lambda t: t.tokens)
+        tiles = (TILES if arch.name == "sm_90a" else TILES_ELSEWHERE)[kind]
+        tile = max((t for t in tiles if t.tokens <= size and t.rows >= rows), key=lambda t: t.tokens)
         return _Set(work, experts, (gate, down), tile)
 
-    def steps(self) -> tuple[Step, ...]:
-        """What comes before gate and up, those, and down."""
-        node = self.work.node
-        x, x_scales, before = node.at("x"), None, []
-        gate, down = self.work.formats(self.experts)
-        if gate.kind == "fp8":
-            name = f"{self.experts.gate}.x"
-            step, x, x_scales = quantize(node, x, node.width("D"), "T", ue8m0=gate.ue8m0, name=name)
-            before, x = [step], codes(x, gate, self.math[0])
+    def before(self) -> tuple[Kernel, ...]:
+        """What makes x ready."""
+        return self._x()[0]
+
+    def products(self, late: bool = False) -> tuple[Kernel, Kernel]:
+        """Gate and up, then down. late: the steps before each make nothing that it reads."""
+        _, x, x_scales = self._x()
         h, h_scales = self._hidden()
-        return (*before, self._gate_up(x, x_scales, h, h_scales), self._down(codes(h, down, self.math[1]), h_scales))
+        down = self.work.formats(self.experts)[1]
+        gate_up = self._gate_up(x, x_scales, h, h_scales, late)
+        return gate_up, self._down(codes(h, down, self.math[1]), h_scales, late)
+
+    def _x(self) -> tuple[tuple[Kernel, ...], Typed, Typed | None]:
+        """Steps, what enters gate and up, and its scales."""
+        gate = self.work.formats(self.experts)[0]
+        if gate.kind == "fp8":
+            step, x, x_scales = self.work.quantized(self.experts)
+            return (step,), codes(x, gate, self.math[0]), x_scales
+        if self._planes[0]:
+            step, x = self.work.planes()
+            return (step,), x, None
+        return (), self.work.node.at("x"), None
+
+    @property
+    def _planes(self) -> tuple[bool, bool]:
+        """Whether what enters gate and up, and down, has its even columns first."""
+        gate, down = self.work.formats(self.experts)
+        return gate.kind == "wint4" and self.math[0] == "bf16", down.kind == "wint4" and self.math[1] == "bf16"
 
     def _hidden(self) -> tuple[Typed, Typed | None]:
         """What enters down: e4m3 codes and their scales if down is fp8."""
@@ -128,7 +176,7 @@ class _Set:
         scales = node.add_scratch(f"{name}.h.scales", "float32", (-(-width // 128), rows))
         return h if node.arch.has_fp8 else Typed(h.pointer, "uint8"), scales
 
-    def _common(self, name: str, columns: int, math: str) -> dict[str, object]:
+    def _common(self, name: str, columns: int, math: str, late: bool) -> dict[str, object]:
         node, format_ = self.work.node, self.work.node.format(name)
         routed = self.experts.routed
         free = self.tile.block_k and format_.kind in ("bf16", "wint8")
@@ -146,7 +194,9 @@ class _Set:
             "BLOCK_K": self.tile.block_k if free else block_k(format_, math, columns),
             "BM": self.tile.tokens,
             "BN": self.tile.rows,
+            "H_PLANES": self._planes[1],
             "PDL": node.arch.has_pdl,
+            "LATE": late,
         }
 
     def _weight(self, name: str, math: str) -> dict[str, object]:
@@ -159,21 +209,22 @@ class _Set:
         )
         return (f"({tiles})*{-(-rows // self.tile.rows)}",)
 
-    def _gate_up(self, x: Typed, x_scales: Typed | None, h: Typed, h_scales: Typed | None) -> Kernel:
+    def _gate_up(self, x: Typed, x_scales: Typed | None, h: Typed, h_scales: Typed | None, late: bool) -> Kernel:
         node, experts, math = self.work.node, self.experts, self.math[0]
         weights = self._weight(experts.gate, math) | self._weight(experts.up, math)
         arguments = {name.removeprefix("shared_"): value for name, value in weights.items()}
         arguments |= {"x": x, "x_scales": x_scales, "h": h, "h_scales": h_scales, "TOP_K": node.width("K")}
-        arguments["UE8M0"] = node.format(experts.down).ue8m0
-        arguments |= self._common(experts.gate, node.width("D"), math)
+        arguments |= {"UE8M0": node.format(experts.down).ue8m0, "X_PLANES": self._planes[0]}
+        arguments |= self._common(experts.gate, node.width("D"), math, late)
         return self._launch(moe_gate_up, experts.width, arguments)
 
-    def _down(self, h: Typed, h_scales: Typed | None) -> Kernel:
+    def _down(self, h: Typed, h_scales: Typed | None, late: bool) -> Kernel:
         node, experts, math = self.work.node, self.experts, self.math[1]
         weights = self._weight(experts.down, math)
         arguments = {name.removeprefix("shared_"): value for name, value in weights.items()}
         arguments |= {"h": h, "h_scales": h_scales, "weights": node.at("weights"), "out": self.work.rows_of(experts)}
-        return self._launch(moe_down, node.width("D"), arguments | self._common(experts.down, experts.width, math))
+        arguments |= self._common(experts.down, experts.width, math, late)
+        return self._launch(moe_down, node.width("D"), arguments)
 
     def _launch(self, function: object, rows: int, arguments: dict[str, object]) -> Kernel:
         tile = self.tile

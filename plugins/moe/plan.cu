@@ -1,6 +1,7 @@
 // The work list of a Moe: (token, expert) pairs sorted by expert, stably, and tiles of at most TILE pairs of one expert.
 //
-// One block. Defines: EXPERTS (at most THREADS), TILE, THREADS, PDL.
+// One block. Defines: EXPERTS (at most THREADS), TILE, THREADS, PDL; LATE: what the predecessor waited for is all that this
+// reads; it waits at its end, so that who waits for this has waited for both.
 
 constexpr int WARPS = THREADS / 32;
 
@@ -23,8 +24,10 @@ moe_plan(const int* __restrict__ ids, int* __restrict__ order, int4* __restrict_
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const int part = (pairs + WARPS * 32 - 1) / (WARPS * 32) * 32;
     for (int i = thread; i < WARPS * EXPERTS; i += THREADS) before[i / EXPERTS][i % EXPERTS] = 0;
-#if PDL
+#if PDL && !LATE
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+#if PDL
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
     __syncthreads();
@@ -71,4 +74,7 @@ moe_plan(const int* __restrict__ ids, int* __restrict__ order, int4* __restrict_
         if (expert >= 0 && rank == 0) before[warp][expert] += __popc(same);
         __syncwarp();
     }
+#if PDL && LATE
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }

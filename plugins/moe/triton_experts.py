@@ -2,13 +2,17 @@
 
 A program takes a tile of at most BM pairs of one expert and BN rows of its weight. `tiles` and `order` are what moe_plan
 (plan.cu) made; without them the tile is of consecutive tokens and the weights are those of the shared expert.
+
+PLANES: of what wint4 multiplies in bfloat16, the even columns of a row lie first, then the odd ones, as nibbles want them.
+LATE: what the predecessor waited for is all that a kernel reads; its last program waits at its end, so that who waits for
+the kernel has waited for both.
 """
 
 import triton
 import triton.language as tl
 
 from dsc.plugins.triton_activations import encode_e4m3
-from dsc.plugins.triton_weights import product
+from dsc.plugins.triton_weights import _dot, _load, _load_weight, _scale_words, _zeros, decode_nibbles, product
 
 
 @triton.jit
@@ -53,6 +57,67 @@ def _scales(scales, expert, N: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr
 
 
 @triton.jit
+def _last_waits():
+    """The last program waits for the predecessor; the others make room."""
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def split_planes(x, planes, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """planes[t] = the even columns of x[t], then the odd ones."""
+    t = tl.program_id(0).to(tl.int64)
+    pair = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = pair < K // 2
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    words = tl.load((x + t * K).to(tl.pointer_type(tl.int32)) + pair, inside, 0)
+    tl.store(planes + t * K + pair, words.to(tl.int16).to(tl.bfloat16, bitcast=True), inside)
+    tl.store(planes + t * K + K // 2 + pair, (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), inside)
+
+
+@triton.jit
+def _product(
+    x,
+    x_scales,
+    x_scales_step,
+    x_rows,
+    x_inside,
+    w,
+    w_scales,
+    w_rows,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    MATH: tl.constexpr,
+    SWAP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PLANES: tl.constexpr,
+):
+    """`product` over all of K; with PLANES both of x are fetched ahead as they are."""
+    if not PLANES:
+        return product(
+            x, x_scales, x_scales_step, x_rows, x_inside, w, w_scales, w_rows, 0, K, K, KIND, GROUP, MATH, SWAP, BLOCK_K
+        )
+    else:
+        sums = _zeros(x_rows, w_rows, SWAP)
+        scales = _scale_words(w_scales, w_rows, 0, K, GROUP, BLOCK_K)
+        for k0 in range(0, K, BLOCK_K):
+            ahead = _scale_words(w_scales, w_rows, tl.minimum(k0 + BLOCK_K, K - BLOCK_K), K, GROUP, BLOCK_K)
+            for group in tl.static_range(BLOCK_K // GROUP):
+                pair = (k0 + group * GROUP) // 2 + tl.arange(0, GROUP // 2)
+                even = _load(x, x_rows, x_inside, pair, K, K, not SWAP, True)
+                odd = _load(x + K // 2, x_rows, x_inside, pair, K, K, not SWAP, True)
+                low, high = decode_nibbles(_load_weight(w, w_rows, pair, K, K // 2, SWAP, True), "bf16")
+                part = _dot(odd, high, _dot(even, low, _zeros(x_rows, w_rows, SWAP), SWAP), SWAP)
+                scale = ((scales >> (16 * group)).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+                sums += part * (scale[:, None] if SWAP else scale[None, :])
+            scales = ahead
+        return sums
+
+
+@triton.jit
 def moe_gate_up(
     x,
     x_scales,
@@ -77,7 +142,10 @@ def moe_gate_up(
     BM: tl.constexpr,
     BN: tl.constexpr,
     UE8M0: tl.constexpr,
+    X_PLANES: tl.constexpr,
+    H_PLANES: tl.constexpr,
     PDL: tl.constexpr,
+    LATE: tl.constexpr,
 ):
     """h[position of the pair] = silu(gate x) * (up x), as down takes it: with h_scales e4m3 codes and their scales.
 
@@ -85,7 +153,8 @@ def moe_gate_up(
     """
     BLOCKS: tl.constexpr = (F + BN - 1) // BN
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        if not LATE:
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0) // BLOCKS
     expert = _expert(tiles, tile)
@@ -96,15 +165,20 @@ def moe_gate_up(
         valid = rows if F % BN == 0 else tl.minimum(rows, F - 1)
         w = _weight(gate, expert, F, D, KIND)
         s = gate_scales if gate_scales is None else _scales(gate_scales, expert, F, D, KIND, GROUP)
-        a = product(x, x_scales, num_tokens, x_rows, inside, w, s, valid, 0, D, D, KIND, GROUP, MATH, SWAP, BLOCK_K)
+        a = _product(
+            x, x_scales, num_tokens, x_rows, inside, w, s, valid, D, KIND, GROUP, MATH, SWAP, BLOCK_K, X_PLANES
+        )
         w = _weight(up, expert, F, D, KIND)
         s = up_scales if up_scales is None else _scales(up_scales, expert, F, D, KIND, GROUP)
-        b = product(x, x_scales, num_tokens, x_rows, inside, w, s, valid, 0, D, D, KIND, GROUP, MATH, SWAP, BLOCK_K)
+        b = _product(
+            x, x_scales, num_tokens, x_rows, inside, w, s, valid, D, KIND, GROUP, MATH, SWAP, BLOCK_K, X_PLANES
+        )
         at, inside = _positions(tiles, num_tokens, tile, BM, ".cg")
         hidden = a / (1.0 + tl.exp(-a)) * b
         if SWAP:
             hidden = tl.trans(hidden)
-        to = at.to(tl.int64)[:, None] * F + rows[None, :]
+        columns = rows % 2 * (F // 2) + rows // 2 if H_PLANES else rows
+        to = at.to(tl.int64)[:, None] * F + columns[None, :]
         stored = inside[:, None] & (rows < F)[None, :]
         if h_scales is None:
             tl.store(h + to, hidden.to(h.dtype.element_ty), stored)
@@ -117,6 +191,8 @@ def moe_gate_up(
             codes = tl.minimum(tl.maximum(codes, -448.0), 448.0)
             tl.store(h + to, encode_e4m3(codes, h.dtype.element_ty == tl.float8e4nv), stored)
             tl.store(h_scales + tl.program_id(0) % BLOCKS * num_rows + at, scale, inside)
+    if PDL and LATE:
+        _last_waits()
 
 
 @triton.jit
@@ -140,12 +216,15 @@ def moe_down(
     BLOCK_K: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    H_PLANES: tl.constexpr,
     PDL: tl.constexpr,
+    LATE: tl.constexpr,
 ):
     """out[pair] = weights[pair] * (down h[position of the pair]); without `order` out[t] = down h[t]."""
     BLOCKS: tl.constexpr = (D + BN - 1) // BN
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        if not LATE:
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0) // BLOCKS
     expert = _expert(tiles, tile)
@@ -155,7 +234,7 @@ def moe_down(
         valid = rows if D % BN == 0 else tl.minimum(rows, D - 1)
         w = _weight(down, expert, D, F, KIND)
         s = down_scales if down_scales is None else _scales(down_scales, expert, D, F, KIND, GROUP)
-        sums = product(h, h_scales, num_rows, at, inside, w, s, valid, 0, F, F, KIND, GROUP, MATH, SWAP, BLOCK_K)
+        sums = _product(h, h_scales, num_rows, at, inside, w, s, valid, F, KIND, GROUP, MATH, SWAP, BLOCK_K, H_PLANES)
         if SWAP:
             sums = tl.trans(sums)
         at, inside = _positions(tiles, num_tokens, tile, BM, ".cg")
@@ -164,6 +243,8 @@ def moe_down(
             sums *= tl.load(weights + pair, inside, 0.0)[:, None]
         to = pair.to(tl.int64)[:, None] * D + rows[None, :]
         tl.store(out + to, sums.to(out.dtype.element_ty), inside[:, None] & (rows < D)[None, :])
+    if PDL and LATE:
+        _last_waits()
 
 
 @triton.jit

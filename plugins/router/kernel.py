@@ -1,4 +1,6 @@
-"""Router on GPUs: logits on tensor cores with float32's exactness, then one program a token chooses its experts.
+"""Router on GPUs: logits with float32's exactness, then one program a token chooses its experts.
+
+A few tokens are multiplied on the plain cores, weights fetched before the predecessor is done; more on tensor cores.
 
 T tokens, E experts, D hidden; S parts of D that are summed apart.
 """
@@ -9,6 +11,7 @@ import triton.language as tl
 from dsc.plugins.gpu_node import GpuNode, Typed
 from dsc.runtime.steps import Step, Variant
 
+FEW, FEW_PART, FEW_EXPERTS = 4, 1024, 4  # tokens at most; columns and experts of a program
 SPLITS = ((32, 16, 28), (256, 32, 8), (0, 64, 2))  # at most so many tokens (0: any), tokens a tile, parts of D
 
 
@@ -59,6 +62,33 @@ def router_logits(
 
 
 @triton.jit
+def router_logits_few(
+    x,
+    w,
+    logits,
+    T,
+    E: tl.constexpr,
+    D: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As `router_logits` for at most BLOCK_T tokens; grid: expert tiles, s."""
+    experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    split = tl.program_id(1)
+    k = split * PART + tl.arange(0, PART)
+    ws = tl.load(w + experts[:, None] * D + k[None, :], (experts < E)[:, None] & (k < D)[None, :], 0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    for t in tl.static_range(BLOCK_T):
+        xs = tl.load(x + t * D + k, (k < D) & (t < T), 0.0).to(tl.float32)
+        sums = tl.sum(ws * xs[None, :], 1)
+        tl.store(logits + (split * T + t) * E + experts, sums, (experts < E) & (t < T))
+
+
+@triton.jit
 def _keys(values, index, COUNT: tl.constexpr):
     """int64 that order as the floats do, the lower index first among equals."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)  # -0 equals 0
@@ -101,9 +131,14 @@ def router_choose(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    live = tl.load(slots + token) >= 0
     sums = tl.zeros((BLOCK_G, BLOCK_E), tl.float32)
-    for split in range(S):
-        sums += tl.load(logits + (split * T + token) * E + expert, real, 0.0)
+    if S <= 8:  # unrolled, so that the loads do not wait for each other; of more there are too many for the registers
+        for split in tl.static_range(S):
+            sums += tl.load(logits + (split * T + token) * E + expert, real, 0.0)
+    else:
+        for split in range(S):
+            sums += tl.load(logits + (split * T + token) * E + expert, real, 0.0)
     if SCORING == "sigmoid":
         scores = 1.0 / (1.0 + tl.exp(-sums))
     else:
@@ -137,7 +172,6 @@ def router_choose(
         keys = tl.where(here, LOWEST, keys)
     if NORMALIZE:
         gained = gained / (tl.sum(gained, 0) + 1e-20)
-    live = tl.load(slots + token) >= 0
     tl.store(ids + token * K + column, tl.where(live, chosen, -1), column < K)
     tl.store(weights + token * K + column, tl.where(live, gained * scale, 0.0), column < K)
 
@@ -146,8 +180,10 @@ def lower(node: GpuNode) -> tuple[Variant, ...]:
     """Two launches; a variant for each size of step, with more parts of D the fewer tokens there are."""
     experts, width = node.width("E"), node.width("D")
     most = max(-(-width // _part(width, parts)) * tokens for tokens, _, parts in SPLITS[:-1])
+    most = max(most, -(-width // FEW_PART) * FEW)
     logits = node.add_scratch("logits", "float32", (f"max({most}, {SPLITS[-1][2]}*T)", experts))
-    variants = []
+    few = (_few_logits(node, logits), _choose(node, logits, -(-width // FEW_PART)))
+    variants = [Variant(few, f"T <= {FEW}")]
     for tokens, block, parts in SPLITS:
         part = _part(width, parts)
         splits = -(-width // part)
@@ -159,6 +195,23 @@ def lower(node: GpuNode) -> tuple[Variant, ...]:
 def _part(width: int, parts: int) -> int:
     """Columns of one of about `parts` parts, in steps of 256."""
     return -(-width // (parts * 256)) * 256
+
+
+def _few_logits(node: GpuNode, logits: Typed) -> Step:
+    arguments: dict[str, object] = {
+        "x": node.at("x"),
+        "w": node.at("w"),
+        "logits": logits,
+        "T": "T",
+        "E": node.width("E"),
+        "D": node.width("D"),
+        "PART": FEW_PART,
+        "BLOCK_T": FEW,
+        "BLOCK_E": FEW_EXPERTS,
+        "PDL": node.arch.has_pdl,
+    }
+    grid = (-(-node.width("E") // FEW_EXPERTS), -(-node.width("D") // FEW_PART))
+    return node.triton(router_logits_few, grid, arguments, num_warps=4, pdl=True)
 
 
 def _logits(node: GpuNode, logits: Typed, block: int, part: int, splits: int) -> Step:

@@ -7,20 +7,20 @@ import functools
 import pytest
 import torch
 from support.random_weights import FORMATS, random_weight
-from support.tolerances import check_rows
+from support.tolerances import TOLERANCES, check_rows
 
 from dsc.plugins.moe.reference import reference
-from dsc.plugins.stored import StoredWeight
+from dsc.plugins.stored import StoredWeight, linear
 
 pytestmark = pytest.mark.gpu
 
-E, K = 16, 4
+E, K = 24, 3
 # D, F, F of the shared expert. With fp8 wide: there, what differs by a rounding may become another code, which shows in
 # a narrow row.
 STREAMED = (512, 1024, 640)  # whole blocks of 128
 ODD = (192, 160, 96)
 ODD_FP8 = (448, 1056, 608)
-TOKENS = (1, 2, 3, 40, 129)  # each in another variant
+TOKENS = (1, 2, 9, 40, 200, 520)  # in every variant of every format
 
 
 @functools.lru_cache(2)
@@ -35,6 +35,33 @@ def weights_of(format_: str, shared: str, sizes: tuple[int, int, int]) -> dict[s
     for name, shape in (("shared_gate", (fs, d)), ("shared_up", (fs, d)), ("shared_down", (d, fs))):
         made[name] = random_weight(shared, shape, g) if shared else None
     return made
+
+
+def largest_flips(inputs: dict[str, torch.Tensor], weights: dict[str, StoredWeight | None]) -> torch.Tensor | None:
+    """How far a row moves, at most, when one hidden value of one of its experts falls to the neighbour of its e4m3 code:
+    neighbours are up to an eighth apart, and a few outliers carry a SwiGLU's row. None without fp8.
+
+    The sums of fp8 tensor cores are cut off at about 2^-13 of their largest product, and a value near the border of two
+    codes needs no more. Noise of 1e-4 in the reference's own hidden values moves its worst row of 520 by 2.8e-2.
+    """
+
+    def flips(x: torch.Tensor, gate: StoredWeight, up: StoredWeight, down: StoredWeight) -> torch.Tensor:
+        hidden = torch.nn.functional.silu(linear(x, gate)) * linear(x, up)
+        return (hidden.abs() / 8 * down.dequantize().norm(dim=0)).amax(-1).double()
+
+    x, ids, routing = inputs["x"], inputs["ids"], inputs["weights"]
+    gate, up, down, *shared = weights.values()
+    moved, found = torch.zeros(len(x), dtype=torch.float64), False
+    if gate is not None and up is not None and down is not None and down.format.kind == "fp8":
+        found = True
+        for expert in sorted(set(ids.flatten().tolist()) - {-1}):
+            rows, column = torch.nonzero(ids == expert, as_tuple=True)
+            of_expert = flips(x[rows], gate[expert], up[expert], down[expert]) * routing[rows, column]
+            moved[rows] = moved[rows].maximum(of_expert)
+    if shared[2] is not None and shared[2].format.kind == "fp8":
+        found = True
+        moved = moved.maximum(flips(x, *shared))
+    return moved if found else None
 
 
 def check(format_: str, shared: str, sizes: tuple[int, int, int], dtype: torch.dtype, tokens: int) -> None:
@@ -55,10 +82,18 @@ def check(format_: str, shared: str, sizes: tuple[int, int, int], dtype: torch.d
             inputs[name] = weight.data
             if weight.scales is not None:
                 inputs[f"{name}.scales"] = weight.scales
-    op = GpuOp("Moe", inputs, attributes, bounds={"T": 512})
+    op = GpuOp("Moe", inputs, attributes, bounds={"T": 1024})
     (want,) = reference(x=x, ids=ids, weights=routing, **weights)
     first = op()["y"].cpu()
-    check_rows(first, want, "moe", str(dtype).removeprefix("torch."), f"{format_} {shared} {sizes} T={tokens}")
+    what, limit = f"{format_} {shared} {sizes} T={tokens}", TOLERANCES["moe", str(dtype).removeprefix("torch.")]
+    flips = largest_flips(inputs, weights)
+    if flips is None:
+        check_rows(first, want, "moe", str(dtype).removeprefix("torch."), what)
+    else:
+        size = want.double().norm(dim=-1)
+        errors = torch.where((first == want).all(-1), 0.0, (first - want).double().norm(dim=-1) / size)
+        assert (errors <= limit + (flips / size).nan_to_num(0.0)).all(), f"{what}: worst row {errors.max():.2e}"
+        assert errors.median() <= TOLERANCES["moe", "bfloat16"], f"{what}: median row {errors.median():.2e}"
     assert torch.equal(first, op()["y"].cpu())  # the same sums in every run
 
 
@@ -74,7 +109,7 @@ def test_odd_widths(format_: str, tokens: int) -> None:
     check(format_, "", ODD_FP8 if format_.startswith("fp8") else ODD, torch.bfloat16, tokens)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 129])
+@pytest.mark.parametrize("tokens", [1, 5, 129])
 @pytest.mark.parametrize("format_", ["fp32", "bf16", "fp8", "wint8", "wint4:32"])
 def test_float32(format_: str, tokens: int) -> None:
     check(format_, format_, ODD, torch.float32, tokens)

@@ -1,5 +1,7 @@
 """Router on a GPU against its reference: every kind, ties, padding rows, sizes at and around the variants' borders."""
 
+import itertools
+
 import pytest
 import torch
 from support.tolerances import check_rows
@@ -18,26 +20,28 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("tokens", "width"), [(1, 7168), (3, 2048), (129, 7168), (300, 160)])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 7168), (4, 2000), (5, 2048), (129, 7168), (300, 160)])
 def test_router(kind: str, dtype: torch.dtype, tokens: int, width: int) -> None:
     from support.gpu import GpuOp
 
     experts, top_k, settings = KINDS[kind]
-    generator = torch.Generator().manual_seed(tokens)
-    x = torch.randn(tokens, width, generator=generator).to(dtype)
-    w = torch.randn(experts, width, generator=generator) * width**-0.5
-    bias = torch.randn(experts, generator=generator) * 0.1
+    # Two experts nearer than float32 tells them apart may change places: such a token is not compared.
+    for seed in itertools.count(tokens):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(tokens, width, generator=generator).to(dtype)
+        w = torch.randn(experts, width, generator=generator) * width**-0.5
+        bias = torch.randn(experts, generator=generator) * 0.1
+        exact = x.double() @ w.double().mT
+        choice = exact.sigmoid() + bias if kind in ("v3", "kimi") else exact
+        clear = choice.sort(-1).values.diff(dim=-1).amin(-1) > 2e-6
+        if clear.float().mean() > 0.5:
+            break
     slots = torch.arange(tokens, dtype=torch.int32)
     slots[1::7] = -1
     inputs = {"x": x, "w": w, "slots": slots} | ({"bias": bias} if kind in ("v3", "kimi") else {})
     attributes = {**settings, "top_k": top_k, "scale": 2.5}
     got = GpuOp("Router", inputs, attributes, bounds={"T": 512})()
     ids, weights = reference(**{"bias": None, **inputs}, **attributes)
-    # Two experts nearer than float32 tells them apart may change places: such a token is not compared.
-    exact = x.double() @ w.double().mT
-    choice = exact.sigmoid() + bias if "bias" in inputs else exact
-    clear = choice.sort(-1).values.diff(dim=-1).amin(-1) > 2e-6
-    assert clear.float().mean() > 0.5
     assert torch.equal(got["ids"].cpu()[clear], ids[clear])
     check_rows(got["weights"].cpu()[clear], weights[clear], "router", "float32")
 

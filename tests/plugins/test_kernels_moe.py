@@ -13,7 +13,7 @@ from dsc.runtime.program import ProgramNode
 from dsc.runtime.steps import Kernel
 
 TENSOR_CORES = {"sm_80": {"HMMA"}, "sm_90a": {"HGMMA", "QGMMA"}, "sm_100a": {"UTCHMMA", "UTCQMMA"}}
-E, K, D, F, SHARED_F = 16, 4, 256, 384, 256
+SMALL, R1 = (16, 4, 256, 384, 256), (256, 8, 7168, 2048, 2048)  # experts, of a token, D, F, of the shared expert
 
 
 def lowered(op: str, inputs: dict[str, torch.Tensor], attributes: dict[str, object], arch: str):
@@ -23,16 +23,17 @@ def lowered(op: str, inputs: dict[str, torch.Tensor], attributes: dict[str, obje
     return program.nodes[0], compiler
 
 
-def moe(format_: str, shared: str, arch: str) -> tuple[ProgramNode, CubinCompiler]:
-    """A node of a few experts; tensors without memory."""
+def moe(format_: str, shared: str, arch: str, sizes: tuple[int, ...] = SMALL) -> tuple[ProgramNode, CubinCompiler]:
+    """A node of experts; tensors without memory."""
+    experts, top_k, d, f, shared_f = sizes
     inputs = {
-        "x": torch.empty(3, D, dtype=torch.bfloat16, device="meta"),
-        "ids": torch.empty(3, K, dtype=torch.int32, device="meta"),
-        "weights": torch.empty(3, K, device="meta"),
+        "x": torch.empty(3, d, dtype=torch.bfloat16, device="meta"),
+        "ids": torch.empty(3, top_k, dtype=torch.int32, device="meta"),
+        "weights": torch.empty(3, top_k, device="meta"),
     }
     attributes = {}
-    for prefix, kind, width, lead in (("", format_, F, (E,)), ("shared_", shared, SHARED_F, ())):
-        for name, shape in (("gate", (width, D)), ("up", (width, D)), ("down", (D, width))):
+    for prefix, kind, width, lead in (("", format_, f, (experts,)), ("shared_", shared, shared_f, ())):
+        for name, shape in (("gate", (width, d)), ("up", (width, d)), ("down", (d, width))):
             attributes[f"{prefix}{name}_format"] = kind
             for part, (dtype, size) in parse_format(kind).parts((*lead, *shape)).items():
                 slot = f"{prefix}{name}" if part == "data" else f"{prefix}{name}.{part}"
@@ -41,25 +42,56 @@ def moe(format_: str, shared: str, arch: str) -> tuple[ProgramNode, CubinCompile
 
 
 @pytest.mark.parametrize(
-    ("arch", "format_", "shared"),
-    [("sm_90a", "wint4:128", "fp8"), ("sm_80", "wint4:128", "wint8"), ("sm_100a", "fp8", "bf16")],
+    ("arch", "format_", "shared", "borders"),
+    [
+        ("sm_90a", "wint4:128", "fp8", ["T <= 1", "T <= 6", "T <= 64", "T <= 256", ""]),
+        ("sm_80", "wint4:128", "wint8", ["T <= 1", "T <= 6", "T <= 64", "T <= 256", ""]),
+        ("sm_100a", "fp8", "bf16", ["T <= 1", "T <= 32", "T <= 128", ""]),
+    ],
 )
-def test_moe_compiles(arch: str, format_: str, shared: str) -> None:
+def test_moe_compiles(arch: str, format_: str, shared: str, borders: list[str]) -> None:
     node, compiler = moe(format_, shared, arch)
     for source, built in compiler.built.items():
         assert built.resources.stack_bytes == 0, (source, built.resources)
         used = instructions(built.cubin)
         if built.compiled.entry in ("moe_gate_up", "moe_down"):
             assert used & TENSOR_CORES[arch], (source, used)
-        if built.compiled.entry.startswith("moe_few"):
+        if built.compiled.entry.startswith(("moe_few", "moe_one")):
             assert "HMMA" in used, (source, used)
         assert arch != "sm_80" or not used & {"QMMA", "QGMMA"}, (source, used)
-    guards = [variant.guard for variant in node.variants]
-    assert guards == ["T <= 1", "T <= 2", "T <= 32", "T <= 128", ""]
+    assert [variant.guard for variant in node.variants] == borders
     entries = [[step.entry for step in variant.steps if isinstance(step, Kernel)] for variant in node.variants]
-    assert entries[0][-3:] == ["moe_few_gate_up", "moe_few_down", "moe_sum"]  # before them only a shared expert's own
-    assert "moe_plan" not in entries[0]  # one token needs no work list
-    assert all("moe_plan" in steps and steps[-1] == "moe_sum" for steps in entries[1:])
+    assert entries[0] == ["moe_one_gate_up", "moe_one_down", "moe_sum"]
+    for steps in entries[1:]:
+        before, products = steps[: steps.index("moe_plan")], steps[steps.index("moe_plan") + 1 : -1]
+        assert ("quantize_rows" in before) == ("fp8" in (format_, shared))
+        # A shared expert that is not in the same launches has each of its products ahead of the others'.
+        assert [step.endswith("gate_up") for step in products] in ([True, False], [True, True, False, False])
+        assert steps[-1] == "moe_sum"
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+@pytest.mark.parametrize("format_", ["wint4:128", "fp8"])
+def test_nothing_of_r1_spills(arch: str, format_: str) -> None:
+    _, compiler = moe(format_, format_, arch, R1)
+    assert all(built.resources.stack_bytes == 0 for built in compiler.built.values())
+
+
+@pytest.mark.parametrize("format_", ["wint4:128", "fp8", "wint8", "bf16"])
+def test_a_token_is_shared_out_evenly(format_: str) -> None:
+    """Of R1's experts no multiprocessor reads over 4 % more than its share, and all its warps have work."""
+    from dsc.plugins.moe.one_token import BLOCKS
+
+    _, compiler = moe(format_, "fp8" if format_ == "wint4:128" else format_, "sm_90a", R1)
+    for source, built in compiler.built.items():
+        if not built.compiled.entry.startswith("moe_one"):
+            continue
+        d = {name: int(value) for name, value in source.defines}
+        each, first = (d["F"] // 8, d["SHARED_F"] // 8) if d["GATE_UP"] else (d["D"] // 32, d["D"] // 32)
+        units = d["SHARED_COST"] * first + d["TOP_K"] * each
+        most = -(-units // BLOCKS[90])
+        assert most * BLOCKS[90] <= 1.06 * units
+        assert most % d["WARPS"] == 0 or most < d["WARPS"] or format_ == "bf16"
 
 
 def test_fp8_experts_without_fp8_instructions() -> None:
@@ -80,7 +112,7 @@ def test_router_compiles(arch: str) -> None:
     }
     attributes = {"top_k": 8, "groups": 8, "topk_groups": 4, "scoring": "sigmoid", "group_score": "top2_sum"}
     node, compiler = lowered("Router", inputs, {**attributes, "normalize": 1, "scale": 2.5}, arch)
-    assert [len(variant.steps) for variant in node.variants] == [2, 2, 2]
+    assert [len(variant.steps) for variant in node.variants] == [2, 2, 2, 2]
     for source, built in compiler.built.items():
         assert built.resources.stack_bytes == 0, (source, built.resources)
         if built.compiled.entry == "router_logits":
