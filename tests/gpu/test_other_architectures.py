@@ -9,13 +9,13 @@ from __future__ import annotations
 import pytest
 import torch
 from support.compare import compare
-from support.op_cases import CASES, Draw, formats_of
+from support.op_cases import CASES, Draw, formats_of, model_widths
 from support.sample_cases import differences
 
 pytestmark = pytest.mark.gpu
 
 TOKENS = (1, 3, 129)
-FORMATS = ("bf16", "fp8", "wint8", "wint4:32", "mixed")
+FORMATS = ("bf16", "fp8", "wint8", "wint4:128", "mixed")
 # Kernels take gate and up in one format, and embeddings that are not quantized, as quantize_weights makes them.
 NOT_ON_GPUS = {("Moe", "mixed"), *(("Embedding", format_) for format_ in FORMATS[1:])}
 
@@ -28,7 +28,8 @@ def formats(op: str) -> list[str]:
 def check(op: str, format_: str, dtype: torch.dtype, tokens: int, arch: str) -> None:
     from support.gpu import GpuOp, case_inputs
 
-    case = CASES[op](Draw(tokens, dtype, format_, torch.Generator().manual_seed(tokens + 1)))
+    with model_widths():
+        case = CASES[op](Draw(tokens, dtype, format_, torch.Generator().manual_seed(tokens + 1)))
     want = case.bind("reference")()
     inputs, attributes = case_inputs(case)
     gpu = GpuOp(op, inputs, attributes, bounds={"T": 512, "B": 32, "R": 512}, arch=arch)

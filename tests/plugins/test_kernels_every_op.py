@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import op_cases
 from support.gpu import _program, case_inputs
-from support.op_cases import CASES, Draw, formats_of
+from support.op_cases import CASES, Draw, formats_of, model_widths
 
 from dsc.compiler.codegen import CubinCompiler
 from dsc.compiler.kernel_check import check_kernels
@@ -22,19 +21,11 @@ from dsc.runtime.steps import Gemm, kernels_in
 BOUNDS = {"T": 512, "B": 32, "R": 512}
 QUANTIZED = {"sm_80": "wint8", "sm_90a": "wint4:128", "sm_100a": "fp8"}  # besides bf16
 
-WIDTHS = {"D": 512, "F": 256, "V": 1000, "HEADS": 16, "NOPE": 128, "ROPE": 64, "VALUE": 128, "LATENT": 512}
-WIDTHS |= {"Q_LORA": 1536, "BLOCK": 64}
-
-
-@pytest.fixture(autouse=True)
-def widths(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, width in WIDTHS.items():
-        monkeypatch.setattr(op_cases, name, width)
-
 
 def compiled(op: str, arch: str, format_: str, dtype: torch.dtype = torch.bfloat16) -> int:
     """How many kernels a node has; DscError where one is not as it should be."""
-    case = CASES[op](Draw(129, dtype, format_, torch.Generator().manual_seed(0)))
+    with model_widths():
+        case = CASES[op](Draw(129, dtype, format_, torch.Generator().manual_seed(0)))
     compiler = CubinCompiler(Arch(arch))
     inputs, attributes = case_inputs(case)
     (program,) = lower_gpu([_program(op, inputs, attributes, BOUNDS)], compiler)

@@ -6,7 +6,8 @@ format, and is the source of random numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -20,6 +21,20 @@ from support.random_weights import random_weight
 
 D, F, E, K, V = 128, 64, 8, 3, 112
 HEADS, NOPE, ROPE, VALUE, LATENT, Q_LORA, BLOCK = 2, 32, 16, 32, 64, 96, 8
+# For kernels, which have sources of their own for these: head widths of the released models, whole blocks of 128.
+MODEL_WIDTHS = {"D": 512, "F": 256, "V": 1000, "HEADS": 16, "NOPE": 128, "ROPE": 64, "VALUE": 128, "LATENT": 512,
+                "Q_LORA": 1536, "BLOCK": 64}  # fmt: skip
+
+
+@contextmanager
+def model_widths() -> Iterator[None]:
+    """Cases made inside are of MODEL_WIDTHS."""
+    before = {name: globals()[name] for name in MODEL_WIDTHS}
+    globals().update(MODEL_WIDTHS)
+    try:
+        yield
+    finally:
+        globals().update(before)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,205 @@
+"""An sm_80 engine's kernels on the CPU: every Triton step of a node interpreted, against the op's reference.
+
+As a program, with TRITON_INTERPRET=1 in the environment: `python -m support.interpreted_ops OP...` fails where an op
+differs. What is interpreted is what is lowered for sm_80 (sources, tiles, splits, work lists, arguments); decoding is plain
+instead of in assembly, and CUDA C++ cannot be interpreted: Moe, whose work list is made in it, is left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpretedFunction
+
+from dsc.compiler.lower_gpu import lower_gpu
+from dsc.plugins.gpu_node import TRITON_TYPES, Arch, Compiled, CudaSource, TritonSource
+from dsc.runtime.expressions import LETTERS, evaluate, parse_guard
+from dsc.runtime.program import Program
+from dsc.runtime.steps import Gemm, Kernel, Matrix, Pointer, Repeat, Scalar, Step
+from support.compare import compare
+from support.gpu import POISON, _program, case_inputs
+from support.op_cases import CASES, Case, Draw, formats_of, model_widths
+
+FORMATS = ("bf16", "fp8", "wint8", "wint4:128", "mixed")
+FEWER = {
+    "Embedding": ("bf16",),
+    "MlaAttention": ("bf16", "wint8"),
+}  # embeddings are not quantized; attention takes long
+TOKENS = (1, 3, 33)
+SMS = 4
+_DTYPES = {name: dtype for dtype, name in TRITON_TYPES.items()}
+
+
+@dataclass
+class Sources:
+    """Stands in for a CubinCompiler: keeps what would be compiled."""
+
+    arch: Arch
+    by_name: dict[str, TritonSource | CudaSource] = field(default_factory=dict)
+
+    def compile(self, source: TritonSource | CudaSource) -> Compiled:
+        name = f"kernels/{len(self.by_name)}.cubin"
+        self.by_name[name] = source
+        return Compiled(name, source.function if isinstance(source, TritonSource) else source.entry, threads=32)
+
+    def build(self) -> None:
+        """Nothing is compiled."""
+
+
+class InterpretedOp:
+    """One node, lowered for sm_80 and run on the CPU on poisoned memory."""
+
+    def __init__(self, case: Case, bounds: Mapping[str, int]) -> None:
+        self.inputs, attributes = case_inputs(case)
+        self.sources: Any = Sources(Arch("sm_80"))
+        (self.program,) = lower_gpu([_program(case.op, self.inputs, attributes, bounds)], self.sources)
+        self.memory = {}
+        for name, operand in self.program.operands.items():
+            if name in self.inputs:
+                self.memory[name] = self.inputs[name].clone().reshape(-1).view(torch.uint8)
+            elif not operand.alias:
+                fill = 0 if operand.role == "zeroed" else POISON
+                self.memory[name] = torch.full((operand.bytes + 16,), fill, dtype=torch.uint8)
+        for name in self.program.operands:
+            self.memory[name] = self.memory[self.program.root(name)]
+
+    def __call__(self) -> dict[str, torch.Tensor]:
+        letters = letters_of(self.program, self.inputs) | {"SMS": SMS}
+        (node,) = self.program.nodes
+        steps = next(v for v in node.variants if parse_guard(v.guard).holds(letters)).steps
+        self._run(steps, letters)
+        zeroed = [name for name, operand in self.program.operands.items() if operand.role == "zeroed"]
+        assert not any(self.memory[name].any() for name in zeroed), "zeroed memory is left clear"
+        return {name: self._output(name, letters) for name in self.program.outputs}
+
+    def _output(self, name: str, letters: Mapping[str, int]) -> torch.Tensor:
+        operand = self.program.operands[name]
+        dtype, shape = getattr(torch, operand.dtype), [evaluate(size, letters) for size in operand.shape]
+        return self.memory[name].view(dtype)[: math.prod(shape)].view(shape)
+
+    def _run(self, steps: Sequence[Step], letters: Mapping[str, int]) -> None:
+        for step in steps:
+            if isinstance(step, Repeat):
+                for i in range(evaluate(step.count, letters)):
+                    self._run(step.steps, {**letters, step.letter: i})
+            elif isinstance(step, Kernel):
+                self._launch(step, letters)
+            elif isinstance(step, Gemm):
+                self._gemm(step, letters)
+            else:
+                raise AssertionError(f"no node has had a {step.kind}")
+
+    def _launch(self, step: Kernel, letters: Mapping[str, int]) -> None:
+        source = self.sources.by_name[step.cubin]
+        assert isinstance(source, TritonSource), f"{step.entry} is CUDA C++"
+        function = getattr(importlib.import_module(source.module), source.function)
+        given: dict[str, Any] = dict(source.constants)
+        for (name, type_), argument in zip(source.signature, step.arguments, strict=True):
+            if isinstance(argument, Pointer):
+                dtype = getattr(torch, _DTYPES[type_.removeprefix("*")])
+                given[name] = self.memory[argument.operand][evaluate(argument.offset, letters) :].view(dtype)
+            else:
+                assert isinstance(argument, Scalar), argument
+                value = argument.value
+                given[name] = value if isinstance(value, float) else evaluate(value, letters)
+        grid = tuple(evaluate(size, letters) for size in step.grid)
+        function[grid](*[given[name] for name in function.arg_names])
+
+    def _gemm(self, step: Gemm, letters: Mapping[str, int]) -> None:
+        m, n, k = (evaluate(size, letters) for size in (step.m, step.n, step.k))
+        assert (step.batch, step.alpha, step.beta) == (1, 1.0, 0.0), step
+        a, b, c = (self._matrix(*args, letters) for args in ((step.a, m, k), (step.b, k, n), (step.c, m, n)))
+        c.copy_(a.float() @ b.float())
+
+    def _matrix(self, matrix: Matrix, rows: int, columns: int, letters: Mapping[str, int]) -> torch.Tensor:
+        flat = self.memory[matrix.at.operand][evaluate(matrix.at.offset, letters) :].view(getattr(torch, matrix.dtype))
+        size = (columns, rows) if matrix.transposed else (rows, columns)
+        view = torch.as_strided(flat, size, (evaluate(matrix.stride, letters), 1))
+        return view.T if matrix.transposed else view
+
+
+def letters_of(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The step's letters: the program's bounds, and what the inputs' shapes say."""
+    letters = dict(program.letters)
+    for name in program.inputs:
+        shape = program.operands[name].shape
+        letters |= {letter: size for letter, size in zip(shape, inputs[name].shape, strict=True) if letter in LETTERS}
+    return letters
+
+
+def check(op: str, format_: str, dtype: torch.dtype, tokens: int, damaged: bool = False) -> None:
+    """Raise AssertionError where the interpreted kernels leave the reference's tolerance; `damaged`: a few inputs are 0."""
+    with model_widths():
+        case = CASES[op](Draw(tokens, dtype, format_, torch.Generator().manual_seed(tokens + 1)))
+    want = case.bind("reference")()
+    node = InterpretedOp(case, {"T": 64, "B": 4, "R": 64})
+    if damaged:
+        node.memory[next(iter(node.inputs))][:64] = 0
+    for name, value in node().items():
+        compare(case, name, value, want[name], dtype, f"dsc.{op}.{name}, {tokens} tokens, {format_}, {dtype}")
+
+
+def main(ops: Sequence[str], damaged: bool = False) -> None:
+    """Check ops in bfloat16 in every format, and in float32."""
+    for op in ops:
+        formats = FEWER.get(op) or [f for f in FORMATS if f in formats_of(op)] or ["bf16"]
+        kinds = [*((format_, torch.bfloat16) for format_ in formats), ("fp32", torch.float32)]
+        for format_, dtype in kinds:
+            for tokens in TOKENS:
+                check(op, format_, dtype, tokens, damaged)
+        print(f"{op}: {len(kinds)} kinds fit")
+
+
+def _parameters(function: InterpretedFunction) -> list[SimpleNamespace]:
+    """What a `@triton.jit` function says of its parameters when it is not interpreted."""
+    annotations = function.fn.__annotations__
+    return [
+        SimpleNamespace(name=name, is_constexpr="constexpr" in str(annotations.get(name, "")))
+        for name in function.arg_names
+    ]
+
+
+def _mend_interpreter() -> None:
+    """Triton 3.6's interpreter cannot multiply bfloat16, rounds to it towards zero, and needs an older numpy for bounds."""
+    builder, index, patch = interpreter.InterpreterBuilder, interpreter._patch_lang_tensor, tl.bfloat16
+    cast, dot = builder.cast_impl, builder.create_dot
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != patch:
+            return handle
+        values = torch.from_numpy(np.ascontiguousarray(handle.data)).view(torch.bfloat16).float().numpy()
+        return interpreter.TensorHandle(values.reshape(handle.data.shape), tl.float32)
+
+    def cast_impl(self: Any, source: Any, dtype: Any) -> Any:
+        source = widened(source)
+        if dtype.scalar != patch:
+            return cast(self, source, dtype)
+        values = torch.from_numpy(np.ascontiguousarray(source.data)).float().to(torch.bfloat16)
+        return interpreter.TensorHandle(values.view(torch.uint16).numpy().reshape(source.data.shape), patch)
+
+    def create_dot(self: Any, a: Any, b: Any, sums: Any, *options: Any) -> Any:
+        return dot(self, widened(a), widened(b), sums, *options)
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        index(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    builder.cast_impl, builder.create_dot, interpreter._patch_lang_tensor = cast_impl, create_dot, patch_tensor
+    InterpretedFunction.params = property(_parameters)
+
+
+if __name__ == "__main__":
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+    _mend_interpreter()
+    main([name for name in sys.argv[1:] if name != "--damaged"], "--damaged" in sys.argv)
