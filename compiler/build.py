@@ -25,6 +25,7 @@ from dsc.compiler.hub import find_model
 from dsc.compiler.ledger import Ledger, make_ledger
 from dsc.compiler.lower import lower
 from dsc.compiler.pipeline import PipelineReport
+from dsc.compiler.planning.serving import serving_settings
 from dsc.compiler.progress import Progress
 from dsc.compiler.random_checkpoint import RandomCheckpoint, describe
 from dsc.compiler.recipe import Mtp, Recipe
@@ -144,7 +145,10 @@ def compile_engine(
             checkpoint.check_unchanged()
         place(graphs, emission.placements)
         progress.step("engine")
-        contents = EngineContents(checkpoint.spec, recipe, graphs, emission, report, ledger, checkpoint.folder, notes)
+        serving = serving_settings(checkpoint.spec, recipe)
+        contents = EngineContents(
+            checkpoint.spec, recipe, graphs, emission, report, ledger, checkpoint.folder, notes, serving
+        )
         write_engine(stage.folder, contents, target)
         if recipe.verify is not None and isinstance(checkpoint, Checkpoint):
             progress.step("verify")

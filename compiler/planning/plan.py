@@ -12,13 +12,16 @@ from dsc.compiler.ir.weight import DTYPE_BYTES
 from dsc.compiler.planning.build_cost import BuildCost, build_cost
 from dsc.compiler.planning.capacity import Fit, Stage, fit, make_stages
 from dsc.compiler.planning.gpus import find_gpu, gpus_of
+from dsc.compiler.planning.measured import load_table
+from dsc.compiler.planning.rates import Prediction, predict
+from dsc.compiler.planning.serving import SEQUENCE_TOKENS, serving_settings
 from dsc.compiler.planning.sharding import Mesh, allowed_meshes, check_parallel
 from dsc.compiler.planning.source import Source, read_source
 from dsc.compiler.planning.weights import PlannedWeight, planned_weights
 from dsc.compiler.recipe import Recipe
+from dsc.runtime.bench_floor import RATES
+from dsc.runtime.manifest import Serving
 from dsc.runtime.spec import ModelSpec
-
-SEQUENCE_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Plan:
     token_bytes  cache bytes of one token by model, over all layers
     stages       one for each pipeline stage: what each of its ranks holds
     ways         meshes of the recipe's number of ranks, and those of fewer, that can hold the model
+    fits         one a GPU; rates: predicted ones, of GPUs that it fits on
+    serving      what the engine's manifest will hold (`dsc.compiler.planning.serving`)
     notes        what a user must hear
     """
 
@@ -51,6 +56,8 @@ class Plan:
     stages: tuple[Stage, ...]
     ways: tuple[Mesh, ...]
     fits: tuple[Fit, ...]
+    rates: tuple[Prediction, ...]
+    serving: Serving | None
     build: BuildCost
     notes: tuple[str, ...]
 
@@ -82,6 +89,8 @@ class Plan:
             "ways": [asdict(mesh) for mesh in self.ways],
             "build": {**asdict(self.build), "seconds": round(self.build.seconds, 1)},
             "gpus": [_fit_json(item) for item in self.fits],
+            "serving": asdict(self.serving) if self.serving else None,
+            "rates": [_rates_json(item) for item in self.rates],
             "notes": list(self.notes),
         }
 
@@ -108,6 +117,7 @@ def make_plan(
     stages = make_stages(spec, recipe, weights, mesh)
     tokens = min(sequence_tokens or SEQUENCE_TOKENS, recipe.limits.context_tokens)
     ways = [way for way in allowed_meshes(spec, weights, mesh.num_ranks) if way.num_ranks == mesh.num_ranks]
+    fits = [fit(spec, recipe, stages, mesh, gpu, tokens) for gpu in named]
     return Plan(
         recipe=recipe,
         spec=spec,
@@ -117,7 +127,9 @@ def make_plan(
         mesh=mesh,
         stages=tuple(stages),
         ways=tuple(ways),
-        fits=tuple(fit(spec, recipe, stages, mesh, gpu, tokens) for gpu in named),
+        fits=tuple(fits),
+        rates=tuple(_rates(spec, recipe, weights, mesh, item) for item in fits if item.serving),
+        serving=serving_settings(spec, recipe),
         build=build_cost(spec, weights, source.bytes),
         notes=(*source.notes, *_format_notes(weights)),
     )
@@ -142,6 +154,36 @@ def _format_notes(weights: Iterable[PlannedWeight]) -> list[str]:
     return [f"{w.name}: stored as {w.format_name}, {w.why}" for w in weights if w.why]
 
 
+def _rates(spec: ModelSpec, recipe: Recipe, weights: Sequence[PlannedWeight], mesh: Mesh, item: Fit) -> Prediction:
+    """Rates with what the server starts with."""
+    assert item.serving is not None, item
+    rates = RATES.get(item.gpu.target)
+    table = load_table(item.gpu.name, rates) if rates is not None and item.gpu.target == recipe.target else None
+    return predict(
+        spec,
+        recipe,
+        weights,
+        mesh,
+        table,
+        item.gpu.title,
+        context=item.sequence_tokens,
+        batch_tokens=item.serving.batch_tokens,
+        sequences=item.serving.sequences,
+    )
+
+
+def _rates_json(item: Prediction) -> dict[str, Any]:
+    prefill = item.prefill
+    return {
+        "gpu": item.gpu,
+        "measured": list(item.measured),
+        "decode": [{**asdict(rate), "tokens_per_s": round(rate.tokens_per_s, 1)} for rate in item.decode],
+        "prefill": {**asdict(prefill), "tokens_per_s": round(prefill.tokens_per_s, 1)} if prefill else None,
+        "notes": list(item.notes),
+        "why_none": item.why,
+    }
+
+
 def _fit_json(item: Fit) -> dict[str, Any]:
     return {
         "gpu": item.gpu.name,
@@ -156,4 +198,5 @@ def _fit_json(item: Fit) -> dict[str, Any]:
         "cache_tokens": item.cache_tokens,
         "sequences_at": {str(tokens): count for tokens, count in item.sequences_at.items()},
         "best": {**asdict(item.best), "sequence_tokens": item.sequence_tokens} if item.best else None,
+        "serving": asdict(item.serving) if item.serving else None,
     }

@@ -9,7 +9,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from dsc.compiler.planning.capacity import MEMORY_SHARE, Fit
+from dsc.compiler.planning.gpus import find_gpu
 from dsc.compiler.planning.plan import Plan
+from dsc.compiler.planning.rates import Prediction
 from dsc.runtime.inspect_tables import PIPE_COLUMNS, make_table, size_text
 
 SHOWN_WAYS = 12
@@ -25,10 +27,11 @@ def show(plan: Plan, console: Console | None = None) -> None:
     if plan.fits:
         console.print(_gpus(plan))
         console.print(_contexts(plan.fits))
-    for note in plan.notes:
+    for rates in plan.rates:
+        if rates.decode:
+            console.print(_rates(rates, plan.recipe.parallel.num_ranks))
+    for note in (*plan.notes, *_rate_notes(plan.rates)):
         console.print(f"note: {escape(note)}", highlight=False)
-    if plan.recipe.target != "cpu":
-        console.print("no rates are predicted: benchmarks/RESULTS.md has no kernel tables for them", highlight=False)
 
 
 def _facts(plan: Plan) -> Table:
@@ -48,10 +51,19 @@ def _facts(plan: Plan) -> Table:
         (f"{plan.mesh.num_ranks} ranks a stage as", ", ".join(ways[:SHOWN_WAYS]) + more),
         ("cache a token", f"{sum(plan.token_bytes.values()):,} bytes = {per_token}, {recipe.kv_cache.dtype}"),
         ("limits", f"{limits.batch_tokens:,} tokens a step, {limits.sequences} sequences, context {limits.context_tokens:,}"),
+        ("serves with", _serving(plan)),
         ("build", f"reads {size_text(plan.build.read_bytes)}, needs {size_text(plan.build.disk_bytes)} of disk, about {size_text(plan.build.ram_bytes)} of memory"),
         ("", f"about {_time(plan.build.seconds)} of conversion on {plan.build.threads} threads, by rates of a Xeon core, where disks keep up"),
     ]  # fmt: skip
     return make_table(f"plan of {recipe.name}", ("", ""), rows, header=False)
+
+
+def _serving(plan: Plan) -> str:
+    found = plan.serving
+    if found is None:
+        return "what its server is told: nothing is suggested for this target, or it does not fit"
+    blocks, tokens = f"{found.cache_blocks:,} cache blocks", f"{found.batch_tokens:,} tokens a step"
+    return f"{found.sequences} sequences, {blocks}, {tokens}, kept in the engine for {find_gpu(found.gpu).title}"
 
 
 def _time(seconds: float) -> str:
@@ -111,6 +123,35 @@ def _best(item: Fit) -> str:
         f"batch_tokens {best.batch_tokens}, sequences {best.sequences} of {item.sequence_tokens:,} tokens, "
         f"{best.cache_blocks:,} cache blocks"
     )
+
+
+def _rates(rates: Prediction, ranks: int) -> Table:
+    rows = [
+        (
+            "decode",
+            f"{rate.batch} of {rate.context:,}",
+            f"{rate.seconds * 1e3:.2f}",
+            f"{rate.tokens_per_s:,.0f}",
+            f"{1 / rate.seconds:,.0f}",
+        )
+        for rate in rates.decode
+    ]
+    if rates.prefill:
+        prefill = rates.prefill
+        prompts = f"{prefill.prompts} of {prefill.tokens:,}"
+        rows.append(("prefill", prompts, f"{prefill.seconds * 1e3:.1f}", f"{prefill.tokens_per_s:,.0f}", ""))
+    columns = ("", "sequences", "ms", "tokens/s", "tokens/s each")
+    title = f"predicted on {ranks} x {rates.gpu}, from kernels measured on {', '.join(rates.measured)}"
+    return make_table(title, columns, rows, right=(1, 2, 3, 4))
+
+
+def _rate_notes(rates: Sequence[Prediction]) -> list[str]:
+    """What rates leave out, and why GPUs have none: those of one reason together."""
+    notes = dict.fromkeys(note for item in rates for note in item.notes)
+    for why in dict.fromkeys(item.why for item in rates if item.why):
+        gpus = ", ".join(item.gpu for item in rates if item.why == why)
+        notes[f"no rates are predicted for {gpus}: {why}"] = None
+    return list(notes)
 
 
 def _contexts(fits: Sequence[Fit]) -> Table:
