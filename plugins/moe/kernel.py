@@ -51,15 +51,15 @@ _SMALL, _MIDDLE = Tile(16, 128, True, 4, 4), Tile(64, 128, True, 8, 3)
 # By the kind of weight and what multiplies it.
 TILES: dict[str, tuple[Tile, ...]] = {
     "fp32": (Tile(16, 128, False, 8, 2),),
-    "fp8": (_SMALL, Tile(64, 128, False, 8, 3), Tile(128, 128, False, 8, 3)),
+    "fp8": (_SMALL, Tile(64, 128, False, 8, 3)),
     "fp8 as bf16": (_SMALL, _MIDDLE),
     "wint4:32": (_SMALL, _MIDDLE),
     "wint4:64": (_SMALL, _MIDDLE),
     "wint4:128": (_SMALL, _MIDDLE, Tile(128, 128, True, 8, 3)),
     "bf16": (_SMALL, _MIDDLE, Tile(128, 128, True, 8, 4, 64)),
 }
-# Without wgmma (before and after Hopper) fewer rows or tokens, so that the sums stay in registers.
-TILES_ELSEWHERE = {**TILES, "fp8": TILES["fp8"][:2], "wint4:128": (_SMALL, _MIDDLE, Tile(128, 64, True, 8, 3))}
+# Without wgmma (before and after Hopper) fewer rows, so that the sums stay in registers.
+TILES_ELSEWHERE = {**TILES, "wint4:128": (_SMALL, _MIDDLE, Tile(128, 64, True, 8, 3))}
 
 
 def lower(node: GpuNode) -> tuple[Variant, ...]:
