@@ -17,7 +17,7 @@ from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.bench_floor import RATES, Rates, StepFacts, independent_hits, step_floor
 from dsc.runtime.bench_points import DecodePoint, decode_data, knee
 from dsc.runtime.bench_routing import exposing, router_outputs, spreads
-from dsc.runtime.bench_tables import show
+from dsc.runtime.bench_tables import notes, show
 from dsc.runtime.engine import Engine
 from dsc.runtime.program import layer_of
 
@@ -141,6 +141,15 @@ def test_knee_is_where_more_sequences_gain_little():
     points = [replace(POINT, batch=b, seconds=s) for b, s in ((1, 1.0), (16, 2.0), (64, 7.0), (128, 13.0))]
     assert knee(points) == 16
     assert knee([replace(p, valid=False) for p in points]) is None
+
+
+def test_the_cost_of_a_launch_is_told():
+    layer = {"name": "layers.0", "seconds": 1e-4, "floor": None, "launches": 9, "moe": False}
+    launch = {"launches": 80, "eager": 3.14e-6, "graph": 1.2e-7}
+    point = {**decode_data(POINT), "layers": [layer], "launch": launch}
+    told = "batch 4, context 64: 80 launches, each 3.1 us of the host by itself, 0.12 us in a CUDA graph"
+    assert list(notes({"decode": [point], "knee": {}})) == [told]
+    assert list(notes({"decode": [{**point, "launch": None}], "knee": {}})) == []
 
 
 def test_layers_of_nodes():
