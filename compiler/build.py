@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsc.compiler import convert, evaluate, float8, quantize, random_numbers, tables
+from dsc.compiler import convert, evaluate, float8, quantize, random_numbers, round_integers, tables
 from dsc.compiler.certify.certify import certify_build
 from dsc.compiler.checkpoint import Checkpoint
 from dsc.compiler.config import read_config
@@ -36,7 +36,7 @@ from dsc.runtime.tokenizer import Tokenizer
 
 AnyCheckpoint = Checkpoint | RandomCheckpoint
 # A build is not gone on with after one of these changed: the same weights could become other bytes.
-MAKERS_OF_BYTES = (convert, evaluate, float8, quantize, random_numbers, tables)
+MAKERS_OF_BYTES = (convert, evaluate, float8, quantize, random_numbers, round_integers, tables)
 
 
 @dataclass(frozen=True)

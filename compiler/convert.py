@@ -12,12 +12,16 @@ from dsc.compiler import quantize as quantizers
 from dsc.compiler.emission_plan import Job
 from dsc.compiler.evaluate import Read, Rows, evaluate, row_blocks
 from dsc.compiler.float8 import has_nan
-from dsc.compiler.ir.weight import Expression, Quantize
+from dsc.compiler.ir.weight import Dequantize, Expression, Quantize
 from dsc.compiler.quantize import Errors, NotFiniteError, add_errors, quantize
+from dsc.compiler.round_integers import Matrix, takes_codes
 from dsc.plugins.stored import FP8_BLOCK
 from dsc.runtime.errors import DscError
 
-COPIED_ELEMENTS = 1 << 19  # at a time, of what is stored as it is
+# At a time: threads wait for Python's lock between pieces, so that small ones keep each other waiting.
+COPIED_ELEMENTS = 1 << 21  # of what is stored as it is
+INTEGER_ELEMENTS = 1 << 20  # of what becomes integers; of what becomes other formats quantizers.RUN_ELEMENTS
+INTEGERS = ("wint4", "wint8")
 # Of memory for one element of a piece, at most: the values, what quantizers make of them, and the stored bytes.
 PIECE_BYTES = 40
 # Bits of a float without its sign, as an integer of its size, and the smallest of them that is no number.
@@ -56,7 +60,8 @@ def pieces(segment: Expression) -> Iterator[Rows]:
     """Rows of a segment (of the operand, where it is to be rounded) that are worked on together."""
     if isinstance(segment, Quantize):
         alike = FP8_BLOCK if segment.parsed.kind == "fp8" else 1
-        return row_blocks(segment.x.shape, quantizers.RUN_ELEMENTS, alike)
+        elements = INTEGER_ELEMENTS if segment.parsed.kind in INTEGERS else quantizers.RUN_ELEMENTS
+        return row_blocks(segment.x.shape, elements, alike)
     if not any(segment.sources()):
         return iter([(0, segment.shape[0])])  # a table, computed as a whole
     return row_blocks(segment.shape, COPIED_ELEMENTS, 1)
@@ -75,7 +80,7 @@ def _round(job: Job, segment: Quantize, read: Read, write: Write, advance: Calla
     grid = choose_grid(segment, read) if format_.kind == "wint4" else ""
     found = []
     for rows in pieces(segment):
-        made = quantize(evaluate(segment.x, read, rows), format_, grid)
+        made = quantize(_operand(segment, read, rows), format_, grid)
         for part, target in job.targets.items():
             first = rows[0] // FP8_BLOCK if (format_.kind, part) == ("fp8", "scales") else rows[0]
             row_bytes = target.expression.nbytes // target.expression.shape[0]
@@ -88,7 +93,23 @@ def _round(job: Job, segment: Quantize, read: Read, write: Write, advance: Calla
 
 def choose_grid(segment: Quantize, read: Read) -> str:
     """The wint4 grid of a matrix (dsc.compiler.quantize.choose_grid). Its sample is read here, and again with the rest."""
-    return quantizers.choose_grid(segment.x.shape, segment.parsed, lambda rows: evaluate(segment.x, read, rows))
+    return quantizers.choose_grid(segment.x.shape, segment.parsed, lambda rows: _operand(segment, read, rows))
+
+
+def _operand(segment: Quantize, read: Read, rows: Rows) -> Matrix:
+    """Some rows of what is to be rounded, as codes where the quantizer takes those."""
+    x = segment.x
+    if segment.parsed.kind in INTEGERS and isinstance(x, Dequantize) and _in_blocks(x):
+        first = rows[0] // FP8_BLOCK
+        scales = evaluate(x.scales, read, (first, -(-rows[1] // FP8_BLOCK))).to(torch.float32)
+        if takes_codes(scales, x.shape[1]):
+            spread = scales.repeat_interleave(FP8_BLOCK, 0)[rows[0] - first * FP8_BLOCK :]
+            return Matrix(evaluate(x.x, read, rows), spread[: rows[1] - rows[0]])
+    return Matrix(evaluate(x, read, rows))
+
+
+def _in_blocks(x: Dequantize) -> bool:
+    return x.x.dtype == "float8_e4m3fn" and x.block == (FP8_BLOCK, FP8_BLOCK)
 
 
 def _share(total: int, rows: Rows, count: int) -> int:

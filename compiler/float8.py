@@ -6,7 +6,7 @@ import torch
 
 NAN_CODE = 0x7F  # without its sign
 HALF_EXPONENT = 2.0**8  # float16's exponent bias is larger by 8
-_SIGN_AND_VALUE = ~0x4000  # bit 14, which a negative code's sign was extended into
+SIGN_AND_VALUE = ~0x4000  # bit 14, which a negative code's sign was extended into
 
 
 def e4m3_to_float32(codes: torch.Tensor) -> torch.Tensor:
@@ -16,7 +16,7 @@ def e4m3_to_float32(codes: torch.Tensor) -> torch.Tensor:
     """
     if has_nan(codes):
         return codes.to(torch.float32)
-    halves = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(_SIGN_AND_VALUE)
+    halves = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(SIGN_AND_VALUE)
     return halves.view(torch.float16).to(torch.float32).mul_(HALF_EXPONENT)
 
 

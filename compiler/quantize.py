@@ -9,7 +9,6 @@ Legend: N rows, K columns of a matrix; G columns that share a scale.
 from __future__ import annotations
 
 import math
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,34 +17,26 @@ import numpy as np
 import torch
 
 from dsc.compiler.float8 import e4m3_to_float32
+from dsc.compiler.round_integers import (
+    BUFFERS,
+    LARGEST_STEP,
+    SMALLEST_EXPONENT,
+    SMALLEST_SCALE,
+    SMALLEST_STEP,
+    SUMMED_COLUMNS,
+    Matrix,
+    Rounded,
+    add_up,
+    join,
+    round_integers,
+)
 from dsc.plugins.formats import Format
 from dsc.plugins.stored import FP8_BLOCK, FP8_MAX
 
 RUN_ELEMENTS = 1 << 18
 SAMPLED_ELEMENTS, SAMPLED_RUNS = 1 << 19, 8
-# Subnormal scales would overflow the codes, and differ with flush-to-zero.
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-SUMMED_COLUMNS = 128
-LARGEST_STEP, SMALLEST_STEP = 2.0**40, 2.0**-40
 GRIDS = ("-7..7", "-8..7")
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float8_e4m3fn", "int8", "uint8")}
-
-
-class _Buffers(threading.local):
-    """Memory of a thread for what lives as long as one run: the next finds it in the core's cache."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, torch.Tensor] = {}
-
-    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """An uninitialized tensor; it is another's once the name is taken again."""
-        count = math.prod(shape)
-        if name not in self._kept or len(self._kept[name]) < count:
-            self._kept[name] = torch.empty(count, dtype=dtype)
-        return self._kept[name][:count].view(*shape)
-
-
-_BUFFERS = _Buffers()
 
 
 class NotFiniteError(ValueError):
@@ -106,12 +97,11 @@ class _Run:
     parts: dict[str, torch.Tensor]
     squares: torch.Tensor
     norms: torch.Tensor
-    saturated: int = 0
     zero_groups: int = 0
 
 
-def quantize(x_NK: torch.Tensor, format_: Format, grid: str = "") -> Quantized:
-    """Store a float32 matrix in a format.
+def quantize(x: torch.Tensor | Matrix, format_: Format, grid: str = "") -> Quantized:
+    """Store a matrix in a format: float32 values, or for wint4 and wint8 anything that `Matrix` can be.
 
     fp32, bf16  rounded to nearest even
     fp8         blocks of 128x128 (partial at the edges), scale = amax / 448 in float32, saturating
@@ -122,22 +112,30 @@ def quantize(x_NK: torch.Tensor, format_: Format, grid: str = "") -> Quantized:
     Scales of wint4 and wint8 are rounded to bfloat16 first, codes are computed against the rounded scale.
     raises      NotFiniteError
     """
-    if format_.kind == "wint4" and not grid:
-        grid = choose_grid(x_NK.shape, format_, lambda rows: x_NK[slice(*rows)])
-    return _quantize(x_NK, format_, grid)
+    matrix = x if isinstance(x, Matrix) else Matrix(x)
+    if format_.kind == "wint4":
+        grid = grid or choose_grid(matrix.shape, format_, matrix.rows)
+        rounded = _round_integers(matrix, format_, grid)
+        return Quantized({"data": _pack(rounded.codes), "scales": rounded.scales}, _errors_of(rounded, grid))
+    if format_.kind == "wint8":
+        rounded = _round_integers(matrix, format_)
+        return Quantized({"data": rounded.codes.clone(), "scales": rounded.scales.squeeze(-1)}, _errors_of(rounded))
+    assert matrix.scales is None, format_
+    return _quantize_floats(matrix.values, format_)
 
 
-def choose_grid(shape: Sequence[int], format_: Format, rows_of: Callable[[tuple[int, int]], torch.Tensor]) -> str:
+def choose_grid(shape: Sequence[int], format_: Format, rows_of: Callable[[tuple[int, int]], Matrix]) -> str:
     """The wint4 grid of a matrix: the one with the smaller squared error over its sample, "-7..7" when equal.
 
-    rows_of  gives the float32 values of some rows, the first and one past the last
+    rows_of  gives some rows, the first and one past the last
     """
-    squares: dict[str, list[float]] = {grid: [] for grid in GRIDS}
-    for rows in sampled_rows(shape):
-        values = rows_of(rows)
-        for grid, found in squares.items():
-            found.append(_quantize(values, format_, grid).errors.square)
-    return min(GRIDS, key=lambda grid: math.fsum(squares[grid]))
+    runs = [rows_of(rows) for rows in sampled_rows(shape)]
+    sample, counts = join(runs), [run.shape[0] for run in runs]
+    squares = {}
+    for grid in GRIDS:
+        rows = _round_integers(sample, format_, grid).squares
+        squares[grid] = math.fsum(math.fsum(run.tolist()) for run in torch.split(rows, counts))
+    return min(GRIDS, key=squares.__getitem__)
 
 
 def sampled_rows(shape: Sequence[int]) -> list[tuple[int, int]]:
@@ -150,33 +148,57 @@ def sampled_rows(shape: Sequence[int]) -> list[tuple[int, int]]:
     return [(start, start + count) for start in starts]
 
 
-def _quantize(x_NK: torch.Tensor, format_: Format, grid: str) -> Quantized:
+def _round_integers(matrix: Matrix, format_: Format, grid: str = "") -> Rounded:
+    low = {"": -127, "-7..7": -7, "-8..7": -8}[grid]
+    rounded = round_integers(matrix, format_.group if grid else matrix.shape[1], low)
+    if not rounded.finite:
+        raise NotFiniteError("NaN or infinity")
+    return rounded
+
+
+def _errors(
+    squares: torch.Tensor, norms: torch.Tensor, saturated: int = 0, zero_groups: int = 0, grid: str = ""
+) -> Errors:
+    """Of a matrix, from each row's squares of its errors and of its values, in float64."""
+    return Errors(
+        square=math.fsum(squares.tolist()),
+        norm=math.fsum(norms.tolist()),
+        worst_row=math.sqrt(float((squares / norms.clamp_min(torch.finfo(torch.float64).tiny)).max())),
+        saturated=saturated,
+        zero_groups=zero_groups,
+        grids={grid: 1} if grid else {},
+    )
+
+
+def _errors_of(made: Rounded, grid: str = "") -> Errors:
+    return _errors(made.squares, made.norms, made.saturated, made.zero_groups, grid)
+
+
+def _pack(codes: torch.Tensor) -> torch.Tensor:
+    """int8 [..., K] in -8..7, which are overwritten -> uint8 [..., K/2], the low nibble the even k. Two at a time, as an int16."""
+    nibbles = codes.view(torch.int16).bitwise_and_(0x0F0F)
+    high = torch.bitwise_right_shift(nibbles, 4, out=BUFFERS.take("nibbles", nibbles.shape, torch.int16))
+    return high.bitwise_or_(nibbles).to(torch.uint8)
+
+
+def _quantize_floats(x_NK: torch.Tensor, format_: Format) -> Quantized:
     rows, columns = x_NK.shape
     parts = {
         part: torch.empty(shape, dtype=DTYPES[dtype]) for part, (dtype, shape) in format_.parts(x_NK.shape).items()
     }
     squares_N, norms_N = torch.empty(rows, dtype=torch.float64), torch.empty(rows, dtype=torch.float64)
-    saturated = zero_groups = 0
+    zero_groups = 0
     alike = FP8_BLOCK if format_.kind == "fp8" else 1  # rows that share scales
     step = max(RUN_ELEMENTS // columns // alike, 1) * alike
     for start in range(0, rows, step):
-        run = _round(x_NK[start : start + step], format_, grid)
+        run = _round(x_NK[start : start + step], format_)
         for part, values in run.parts.items():
             first = start // alike if part == "scales" else start
             parts[part][first : first + len(values)] = values
         squares_N[start : start + step] = run.squares
         norms_N[start : start + step] = run.norms
-        saturated += run.saturated
         zero_groups += run.zero_groups
-    errors = Errors(
-        square=math.fsum(squares_N.tolist()),
-        norm=math.fsum(norms_N.tolist()),
-        worst_row=math.sqrt(float((squares_N / norms_N.clamp_min(torch.finfo(torch.float64).tiny)).max())),
-        saturated=saturated,
-        zero_groups=zero_groups,
-        grids={grid: 1} if grid else {},
-    )
-    return Quantized(parts, errors)
+    return Quantized(parts, _errors(squares_N, norms_N, zero_groups=zero_groups))
 
 
 def sums(x: torch.Tensor) -> torch.Tensor:
@@ -184,16 +206,10 @@ def sums(x: torch.Tensor) -> torch.Tensor:
 
     Whole columns are added first, one after another, in x's dtype; numpy adds the up to 128 left of each row pairwise.
     """
-    columns = math.gcd(x.shape[1], SUMMED_COLUMNS)
-    partial = x.view(len(x), -1, columns).sum(1).numpy()
-    return torch.from_numpy(np.add.reduce(partial, -1, dtype=np.float64))
+    return add_up(x.view(len(x), -1, math.gcd(x.shape[1], SUMMED_COLUMNS)).sum(1))
 
 
-def _round(x: torch.Tensor, format_: Format, grid: str) -> _Run:
-    if format_.kind == "wint4":
-        return _wint4(x, format_.group, grid)
-    if format_.kind == "wint8":
-        return _wint8(x)
+def _round(x: torch.Tensor, format_: Format) -> _Run:
     if format_.kind == "fp8":
         return _fp8(x)
     data = x.to(torch.bfloat16 if format_.kind == "bf16" else torch.float32)
@@ -202,48 +218,6 @@ def _round(x: torch.Tensor, format_: Format, grid: str) -> _Run:
     if not bool(torch.isfinite(norms).all()) or not bool(torch.isfinite(data.abs().amax())):
         raise NotFiniteError("NaN or infinity")
     return _Run({"data": data}, sums(exact.sub_(data).square_()), norms)
-
-
-def _wint4(x: torch.Tensor, group: int, grid: str) -> _Run:
-    groups_NgG = x.reshape(len(x), -1, group)
-    high, low = groups_NgG.amax(-1), groups_NgG.amin(-1)
-    widest = torch.maximum(high, low.neg()) / 7 if grid == "-7..7" else torch.maximum(high / 7.5, low / -8.5)
-    scales, zero_groups = _bf16_scales(widest)
-    steps_Ng1 = scales.float().unsqueeze(-1)
-    ratios = torch.div(groups_NgG, steps_Ng1, out=_BUFFERS.take("ratios", groups_NgG.shape))
-    codes = torch.round(ratios, out=_BUFFERS.take("codes", groups_NgG.shape))
-    packed = _BUFFERS.take("packed", x.shape, torch.int8).copy_(codes.view_as(x))
-    saturated = 0
-    if grid != "-7..7":  # there, no scale's rounding makes an 8 of a 7
-        wide, packed = packed, torch.clamp(packed, -8, 7, out=_BUFFERS.take("clamped", x.shape, torch.int8))
-        saturated = int(np.count_nonzero(wide.numpy() != packed.numpy()))
-        codes.clamp_(-8, 7)
-    norms, squares = _measure(groups_NgG, ratios.sub_(codes), steps_Ng1, widest)
-    return _Run({"data": _pack(packed), "scales": scales}, squares, norms, saturated, zero_groups)
-
-
-def _pack(codes: torch.Tensor) -> torch.Tensor:
-    """int8 [..., K] in -8..7 -> uint8 [..., K/2], the low nibble the even k. Two codes at a time, as an int16."""
-    nibbles = codes.view(torch.int16) & 0x0F0F
-    return (nibbles >> 4).bitwise_or_(nibbles).to(torch.uint8)
-
-
-def _wint8(x: torch.Tensor) -> _Run:
-    widest = torch.maximum(x.amax(-1, True), x.amin(-1, True).neg()) / 127
-    scales, zero_groups = _bf16_scales(widest)
-    steps_N1 = scales.float()
-    ratios = torch.div(x, steps_N1, out=_BUFFERS.take("ratios", x.shape))
-    # At most 127: the rounding of a scale makes no more than 127.25 of it.
-    codes = torch.round(ratios, out=_BUFFERS.take("codes", x.shape))
-    parts = {"data": codes.to(torch.int8), "scales": scales.squeeze(-1)}
-    norms, squares = _measure(x.unsqueeze(1), ratios.sub_(codes).unsqueeze(1), steps_N1.unsqueeze(1), widest)
-    return _Run(parts, squares, norms, 0, zero_groups)
-
-
-def _bf16_scales(scales: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Scales as stored, and how many groups hold nothing: those get scale 1."""
-    empty = scales < SMALLEST_SCALE
-    return scales.masked_fill(empty, 1.0).to(torch.bfloat16), int(np.count_nonzero(empty.numpy()))
 
 
 def _measure(
@@ -259,7 +233,7 @@ def _measure(
         raise NotFiniteError("NaN or infinity")
     units = torch.ones((), dtype=torch.float64)
     if float(largest.max()) > LARGEST_STEP or float(largest.min()) < SMALLEST_STEP:
-        exponents = torch.exp2(torch.frexp(largest).exponent.float())
+        exponents = torch.exp2(torch.frexp(largest).exponent.clamp(min=SMALLEST_EXPONENT).float())
         x_NgG, steps_Ng1 = x_NgG / exponents.view(-1, 1, 1), steps_Ng1 / exponents.view(-1, 1, 1)
         units = exponents.double().square_()
     squares = sums(errors_NgG.mul_(steps_Ng1).square_().flatten(1))
@@ -277,9 +251,7 @@ def _fp8(x: torch.Tensor) -> _Run:
     empty = scales < SMALLEST_SCALE
     scales = scales.masked_fill(empty, 1.0)
     spread = scales.repeat_interleave(FP8_BLOCK, 0)[:rows]
-    ratios = torch.div(groups, spread.unsqueeze(-1), out=_BUFFERS.take("ratios", groups.shape)).clamp_(
-        -FP8_MAX, FP8_MAX
-    )
+    ratios = torch.div(groups, spread.unsqueeze(-1), out=BUFFERS.take("ratios", groups.shape)).clamp_(-FP8_MAX, FP8_MAX)
     codes = ratios.to(torch.float8_e4m3fn)
     parts = {"data": codes.view(rows, -1)[:, :columns], "scales": scales}
     norms, squares = _measure(groups, ratios.sub_(e4m3_to_float32(codes)), spread.unsqueeze(-1), widest)

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsc.compiler import quantize as quantizers
+from dsc.compiler import round_integers
 from dsc.compiler.quantize import GRIDS, Errors, NotFiniteError, add_errors, quantize, sums
+from dsc.compiler.round_integers import Matrix, join, takes_codes
 from dsc.plugins.formats import parse_format
 from dsc.plugins.stored import StoredWeight, pack_nibbles, unpack_nibbles
 
@@ -194,6 +196,14 @@ def test_errors_are_those_of_the_stored_values(format_: str) -> None:
         assert errors.worst_row > 1.3 * errors.relative
 
 
+@pytest.mark.parametrize("format_", ["wint8", "wint4:32", "fp8"])
+def test_errors_of_what_is_too_small_to_store(format_: str) -> None:
+    """It all becomes zeros, which is an error of 100 %, not one of NaN."""
+    errors = quantize(torch.full((3, 128), 2.0**-140), parse_format(format_)).errors
+    assert (errors.relative, errors.worst_row) == (1.0, 1.0)
+    assert errors.square == 3 * 128 * 2.0**-280
+
+
 def test_saturated_counts_codes_over_half_a_step_away() -> None:
     x = random_matrix(200, 256)
     made = quantize(x, parse_format("wint4:64"), "-8..7")
@@ -225,9 +235,63 @@ def test_bytes_do_not_depend_on_the_runs(format_: str, monkeypatch: pytest.Monke
     x = random_matrix(700, 256)
     whole = quantize(x, parse_format(format_))
     monkeypatch.setattr(quantizers, "RUN_ELEMENTS", 1)
+    monkeypatch.setattr(round_integers, "RUN_ELEMENTS", 1)
     cut = quantize(x, parse_format(format_))
     assert cut.errors == whole.errors
     assert all(torch.equal(cut.parts[k].view(torch.uint8), v.view(torch.uint8)) for k, v in whole.parts.items())
+
+
+ORDINARY, NEGATIVE, HUGE, TINY = 1e-4, -1e-4, 2.0**110, 2.0**-140
+
+
+def coded(rows: int, columns: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random codes with groups of one sign, of zeros of either sign and of subnormals; scales of about `scale`."""
+    generator = torch.Generator().manual_seed(5)
+    codes = (torch.randn(rows, columns, generator=generator) * 100).clamp(-448, 448)
+    codes[0, :128], codes[1, :128] = codes[0, :128].abs() + 1, -codes[1, :128].abs() - 1
+    codes[2], codes[3] = 0.0, -0.0
+    codes[4] *= 2.0**-12
+    scales = torch.rand(rows, -(-columns // 128), generator=generator).add_(0.5) * scale
+    scales[rows - 1, 0] = 0
+    return codes.to(torch.float8_e4m3fn), scales
+
+
+@pytest.mark.parametrize("format_", ["wint8", "wint4:128", "wint4:64", "wint4:32"])
+@pytest.mark.parametrize("scale", [ORDINARY, TINY, 2.0**60])
+def test_codes_and_scales_become_what_their_values_become(format_: str, scale: float) -> None:
+    codes, scales = coded(300, 384, scale)
+    assert takes_codes(scales, 384)
+    values = codes.float() * scales.repeat_interleave(128, 1)
+    for grid in ("", *GRIDS) if format_ != "wint8" else ("",):
+        wanted = quantize(values, parse_format(format_), grid)
+        made = quantize(Matrix(codes, scales), parse_format(format_), grid)
+        assert made.errors == wanted.errors
+        assert made.errors.zero_groups > 0
+        assert all(torch.equal(made.parts[k].view(torch.uint8), v.view(torch.uint8)) for k, v in wanted.parts.items())
+
+
+def test_codes_are_taken_only_where_their_order_is_that_of_the_values() -> None:
+    for scale in (NEGATIVE, HUGE, math.nan, math.inf):
+        assert not takes_codes(coded(5, 256, scale)[1], 256)
+    assert not takes_codes(coded(5, 200, ORDINARY)[1], 200)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("format_", ["wint8", "wint4:32"])
+def test_a_nan_among_codes_is_refused(format_: str, code: int) -> None:
+    codes, scales = coded(130, 256, ORDINARY)
+    codes.view(torch.uint8)[129, 5] = code
+    with pytest.raises(NotFiniteError):
+        quantize(Matrix(codes, scales), parse_format(format_))
+
+
+def test_matrices_are_joined_as_codes_or_as_values() -> None:
+    codes, scales = coded(5, 256, ORDINARY)
+    coded_, values = Matrix(codes, scales), Matrix(torch.ones(2, 256))
+    assert join([coded_, coded_]).scales is not None
+    together = join([coded_, values])
+    assert together.scales is None
+    assert torch.equal(together.values, torch.cat([coded_.dequantize(), values.values]))
 
 
 def digest() -> str:
