@@ -214,7 +214,10 @@ class Place:
         return None
 
     def remember_contents(self, built: Built, contents: Contents) -> None:
-        handle, temporary = tempfile.mkstemp(dir=self.folder)
+        try:
+            handle, temporary = tempfile.mkstemp(dir=self.folder)
+        except FileNotFoundError:  # somebody cleared the cache meanwhile
+            return
         with os.fdopen(handle, "w") as file:
             json.dump({**asdict(contents), "sha256": hashlib.sha256(built.cubin).hexdigest()}, file)
         Path(temporary).rename(self.folder / "contents.json")

@@ -22,15 +22,15 @@ NAMED = {"wgmma.mma_async": ("HGMMA", "QGMMA", "IGMMA"), "mma.sync": ("HMMA", "I
 NAMED["tcgen05.mma"] = ("UTCHMMA", "UTCQMMA", "UTCIMMA")
 
 
-def wanted_by(dot: Dot, arch: Arch) -> tuple[str, ...]:
+def wanted_by(dot: Dot, chip: Arch) -> tuple[str, ...]:
     """Opcodes of which a kernel with such a product must hold one; none for float32, which tensor cores would round."""
     if not dot.rows:
         return NAMED[dot.dtype]
     if dot.dtype not in LETTERS:
         return ()
     letter = LETTERS[dot.dtype]
-    if arch.capability >= 90 and dot.rows >= WIDE[0] and dot.columns >= WIDE[1]:
-        return (f"{letter}GMMA",) if arch.capability < 100 else (f"UTC{letter}MMA",)
+    if chip.capability >= 90 and dot.rows >= WIDE[0] and dot.columns >= WIDE[1]:
+        return (f"{letter}GMMA",) if chip.capability < 100 else (f"UTC{letter}MMA",)
     return ("HMMA", "QMMA") if letter == "Q" else (f"{letter}MMA",)  # narrow tiles of e4m3 may be widened first
 
 
@@ -43,18 +43,18 @@ class _Fault:
     allowable: bool = True
 
 
-def _faults(built: Built, contents: Contents, arch: Arch) -> Iterator[_Fault]:
+def _faults(built: Built, contents: Contents, arch: Arch, chip: Arch) -> Iterator[_Fault]:
     resources, held = built.resources, {name.partition(".")[0] for name in contents.tensor_cores}
     if resources.stack_bytes:
         got = f"{resources.stack_bytes}, at {resources.registers} registers"
         yield _Fault("spills to local memory", "0 bytes of stack a thread", got, "a smaller tile, or more warps")
     for dot in contents.dots:
-        wanted = wanted_by(dot, arch)
+        wanted = wanted_by(dot, chip)
         if wanted and held.isdisjoint(wanted):
             shape = f" for its product of {dot.rows} x {dot.columns} in {dot.dtype}" if dot.rows else ""
             got = ", ".join(sorted(held)) or "no tensor core"
             yield _Fault(
-                f"misses its instruction on {arch.name}",
+                f"misses its instruction on {chip.name}",
                 f"{' or '.join(wanted)}{shape}",
                 got,
                 "4 or 8 warps, another tile",
@@ -74,7 +74,7 @@ def check_kernels(programs: Sequence[Program], compiler: CubinCompiler, allowed:
     users = first_users(programs)
     found: dict[tuple[str, str], list[tuple[Built, _Fault]]] = {}
     for source, built in compiler.built.items():
-        for fault in _faults(built, contents[source], compiler.arch):
+        for fault in _faults(built, contents[source], compiler.arch, compiler.chip or compiler.arch):
             found.setdefault((built.compiled.entry, fault.what), []).append((built, fault))
     errors = [
         _error(cases, users)

@@ -1,5 +1,6 @@
 """tiny-r1 on a GPU against the CPU engine of the same recipe: the same weights, other kernels."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from support.quality import held_out
 from support.tolerances import LOGIT_GAPS
 
 from dsc import runtime
+from dsc.compiler.targets import TARGETS, GpuTarget
 from dsc.runtime.engine import Engine
 
 pytestmark = pytest.mark.gpu
@@ -43,10 +45,9 @@ def logits_of(engine: Engine, texts: list[list[int]], chunk: int, phase: str) ->
     return torch.cat(rows, 1)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_top_1_where_the_gap_is_wide(name: str, folder: Path) -> None:
-    """Fed the same tokens through prefill in chunks and through decode steps."""
-    cpu, gpu = runtime.load(compile_tiny(f"tiny-r1-{name}", folder)), gpu_engine(f"tiny-r1-{name}", folder)
+def check_top_1(name: str, folder: Path, gpu: Engine) -> None:
+    """Fed the same tokens through prefill in chunks and through decode steps, the choices are the CPU engine's or near."""
+    cpu = runtime.load(compile_tiny(f"tiny-r1-{name}", folder))
     texts = [window[:128] for window in held_out(2)]
     wanted = logits_of(cpu, texts, 128, "prefill")
     for chunk, phase in ((16, "prefill"), (1, "decode"), (2, "decode")):
@@ -56,3 +57,24 @@ def test_top_1_where_the_gap_is_wide(name: str, folder: Path) -> None:
         agree = float((gap == 0).float().mean())
         print(f"{name} {phase} {chunk}: top-1 {agree:.2%}, worst gap {float(gap.max()):.3f}")
         assert float(gap.max()) < LOGIT_GAPS[name], (name, phase, chunk)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_top_1_where_the_gap_is_wide(name: str, folder: Path) -> None:
+    check_top_1(name, folder, gpu_engine(f"tiny-r1-{name}", folder))
+
+
+@pytest.mark.parametrize("name", ["wint8", "wint4"])
+def test_an_engine_of_ampere_sources(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole engine as `target: sm_80` makes it, its sources, tiles and splits, compiled for this chip."""
+    from support.gpu import hopper_compiler
+
+    class Ampere(GpuTarget):
+        def __init__(self, name: str, allow_kernels: Mapping[str, str]) -> None:
+            super().__init__("sm_80", allow_kernels)
+            self._compiler = hopper_compiler("sm_80")
+
+    monkeypatch.setitem(TARGETS, "sm_90a", Ampere)
+    engine = gpu_engine(f"tiny-r1-{name}", tmp_path)
+    assert not any(kernel["entry"].startswith("sm90") for kernel in engine.report["kernels"])
+    check_top_1(name, tmp_path, engine)
