@@ -1,4 +1,4 @@
-"""What a build has done, on disk, so that the next one goes on from there: a line of JSON for each thing done.
+"""What a build has done, on disk, so that the next one goes on from there: a line for each thing done, JSON and its CRC-32.
 
 A line is written after its bytes. Against a kill that is enough, since what a process wrote outlives it; against the end of
 the machine it is not, so every few seconds everything is synced and a line says how much is on the disk for certain. Lines
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,9 @@ from typing import Any
 from dsc.compiler.quantize import Errors
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-FORMAT = 1
+FORMAT = 2
+UNREADABLE = "the journal, which is damaged or of another version of dsc"
+_ERROR_TYPES = {name: type(value) for name, value in asdict(Errors()).items()}
 
 
 class Journal:
@@ -90,15 +93,17 @@ class Journal:
     def _append(self, entry: dict[str, Any]) -> None:
         self._lines += 1
         if self._handle >= 0:
-            line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+            line = _with_checksum(json.dumps(entry, separators=(",", ":")).encode())
             while line:
                 line = line[os.write(self._handle, line) :]
 
     # -- reading
 
     def _read(self, path: Path) -> None:
-        entries, self._good_bytes = _entries(path.read_bytes())
+        content = path.read_bytes()
+        entries, self._good_bytes = _entries(content)
         if not entries or entries[0].get("format") != FORMAT:
+            self.differs = [UNREADABLE] if b"\n" in content else []  # without a whole line, nothing was done either
             return
         before = entries[0].get("identity")
         if not isinstance(before, dict) or before != self._identity:
@@ -123,15 +128,17 @@ def _entries(content: bytes) -> tuple[list[dict[str, Any]], int]:
     """The lines up to the first that is cut short or damaged, and how many bytes they are."""
     entries, good = [], 0
     for line in content.splitlines(keepends=True):
-        try:
-            entry = json.loads(line)
-        except ValueError:
+        text, _, _ = line.rpartition(b" ")
+        if line != _with_checksum(text):
             break
-        if not line.endswith(b"\n") or not isinstance(entry, dict):
-            break
-        entries.append(entry)
+        entries.append(json.loads(text))
         good += len(line)
     return entries, good
+
+
+def _with_checksum(text: bytes) -> bytes:
+    """A line as written: of a damaged one, no digit is to be taken for another."""
+    return b"%s %08x\n" % (text, zlib.crc32(text))
 
 
 def _believed(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
