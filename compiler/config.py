@@ -47,6 +47,8 @@ IGNORABLE = (
     "unsloth_fixed", "unsloth_version",
 )  # fmt: skip
 
+MAX_LAYERS, MAX_EXPERTS = 1000, 10_000  # several times those of any model; every tensor of every one is named
+
 
 def read_config(folder: Path, name: str = "config.json") -> ModelSpec:
     """The spec of the checkpoint in `folder`, from its config.json and the stop tokens of generation_config.json.
@@ -112,7 +114,13 @@ def _sizes(config: JsonFields) -> dict[str, Any]:
     }
     if (fields["num_mtp_layers"] or 0) > 1:
         config.fault(f"num_nextn_predict_layers is {fields['num_mtp_layers']}, wanted 0 or 1: one MTP layer is built")
+    _at_most(config, "num_hidden_layers", fields["num_layers"], MAX_LAYERS)
     return fields
+
+
+def _at_most(config: JsonFields, key: str, value: int | None, most: int) -> None:
+    if value is not None and value > most:
+        config.fault(f"{key} is {show(value)}, wanted {most} at most")
 
 
 def _attention(config: JsonFields) -> dict[str, Any]:
@@ -156,6 +164,7 @@ def _experts(config: JsonFields, architecture: str) -> dict[str, Any]:
         "router_bias": method == "noaux_tc",
         "num_dense_layers": _num_dense_layers(config),
     }
+    _at_most(config, "n_routed_experts", fields["num_experts"], MAX_EXPERTS)
     groups = fields["num_groups"] or 1
     fields["group_score"] = "none" if groups == 1 else "top2_sum" if method == "noaux_tc" else "max"
     if method == "greedy" and groups > 1:

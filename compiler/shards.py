@@ -96,7 +96,7 @@ def _loose(folder: Path) -> Shards:
         raise _no_weights(folder)
     if files != [SINGLE]:
         shards.notes.append(f"{folder.name} has no {INDEX}: the tensors are those of its {len(files)} files")
-    counts = {int(m[1]) for file in files if (m := re.search(r"-of-(\d+)\.safetensors$", file))}
+    counts = {int(m[1]) for file in files if (m := re.search(r"-of-(\d{5})\.safetensors$", file))}
     for count in counts:
         numbered = {f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)}
         files = sorted({*files, *numbered})
@@ -113,14 +113,14 @@ def _loose(folder: Path) -> Shards:
 def _header(folder: Path, file: str, names: Iterable[str], shards: Shards) -> dict[str, TensorInfo] | None:
     """A shard's tensors, or None after a fault that lists what it should hold."""
     path = folder / file
-    if not path.is_file():
-        try_ = download_line(folder)
-        error = DscError("is missing", where=str(path), try_=try_)
-    else:
-        try:
+    try:
+        if path.is_file():
             return read_header(path)
-        except DscError as fault:
-            error = fault
+        error = DscError("is missing", where=str(path), try_=download_line(folder))
+    except DscError as fault:
+        error = fault
+    except OSError as unreadable:  # a name that no file can have, a file that may not be read
+        error = DscError("cannot be read", where=str(path), got=unreadable.strerror or str(unreadable))
     lines = tensor_lines(names)
     shards.faults.append(
         DscError(error.what, where=error.where, details=lines, wanted=error.wanted, got=error.got, try_=error.try_)

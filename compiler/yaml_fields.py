@@ -10,13 +10,24 @@ import yaml
 from dsc.runtime.errors import DscError, DscErrors, nearest
 
 Parse = Callable[[Any], Any]  # a YAML node to a value; ValueError("wanted|got") where it does not fit
+MAX_LETTERS, MAX_DEPTH = 1_000_000, 20  # far more than any recipe has: what is read needs time and stack by these
 _MISSING = object()
+_OPENING = (
+    yaml.FlowSequenceStartToken, yaml.FlowMappingStartToken, yaml.BlockSequenceStartToken, yaml.BlockMappingStartToken,
+)  # fmt: skip
+_CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
 
 
 def read_yaml(content: str, where: str) -> yaml.Node:
     """The document's root mapping. Anchors, tags and duplicate keys are refused: a recipe says each thing once, in place."""
+    if len(content) > MAX_LETTERS:
+        raise DscError("the file is too long", where=where, wanted=f"{MAX_LETTERS} letters", got=str(len(content)))
+    depth = 0
     try:
         for token in yaml.scan(content, Loader=yaml.SafeLoader):
+            depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
+            if depth > MAX_DEPTH:
+                raise DscError("the file nests too deeply", where=where, wanted=f"{MAX_DEPTH} levels at most")
             if isinstance(token, yaml.AnchorToken | yaml.AliasToken | yaml.TagToken):
                 line = token.start_mark.line + 1
                 raise DscError("anchors, aliases and tags are not read", where=f"{where}:{line}", wanted="plain values")
@@ -26,8 +37,6 @@ def read_yaml(content: str, where: str) -> yaml.Node:
         at = f"{where}:{mark.line + 1}" if mark else where
         got = getattr(error, "problem", None) or str(error)
         raise DscError("this is not YAML", where=at, got=got) from error
-    except RecursionError as error:
-        raise DscError("the file nests too deeply", where=where) from error
     if not isinstance(root, yaml.MappingNode):
         raise DscError("the file is not a mapping", where=where, wanted="key: value lines")
     return root
@@ -45,6 +54,9 @@ class Fields:
             self.fault(self.line, DscError(f"{path or 'the value'} is not a mapping", wanted="key: value"))
             return
         for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                self.fault(key.start_mark.line + 1, DscError("a key is a list or a mapping", wanted="a word"))
+                continue
             if key.value in self._nodes:
                 self.fault(key.start_mark.line + 1, DscError(f"{self._name(key.value)} is given twice"))
             self._nodes[str(key.value)] = value

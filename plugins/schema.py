@@ -253,7 +253,8 @@ def load_op(op_name: str) -> Op:
         raise SchemaError(f"dsc.{op_name}: no plugin folder {folder_of(op_name)}{hint}")
     op = importlib.import_module(f"dsc.plugins.{folder_of(op_name)}.op").OP
     assert isinstance(op, Op), op_name
-    assert op.name == op_name, (op_name, op.name)
+    if op.name != op_name:
+        raise SchemaError(f"dsc.{op_name}: no plugin op, nearest: {op.name}")
     return op
 
 

@@ -102,9 +102,7 @@ class _Decoder:
         if is_dataclass(type_):
             return self.object(type_, data, path)
         if origin is Literal:
-            return (
-                data if data in get_args(type_) else self.mistyped(path, " or ".join(map(str, get_args(type_))), data)
-            )
+            return self.literal(get_args(type_), data, path)
         if origin in (Union, types.UnionType):
             return self.union(get_args(type_), data, path)
         if origin is tuple:

@@ -38,7 +38,7 @@ class DscError(Exception):
         parts = [(label, value) for label, value in parts if value]
         width = max((len(label) for label, _ in parts), default=0)
         lines = [f"  {label.ljust(width)}  {value}" for label, value in parts]
-        return "\n".join([head, *lines])
+        return printable("\n".join([head, *lines]))
 
 
 class DscErrors(DscError):  # noqa: N818 - several errors
@@ -49,7 +49,14 @@ class DscErrors(DscError):  # noqa: N818 - several errors
         super().__init__(what)
 
     def text(self) -> str:
-        return "\n".join([self.what, *(error.text() for error in self.errors)])
+        return printable("\n".join([self.what, *(error.text() for error in self.errors)]))
+
+
+def printable(text: str) -> str:
+    """A text of somebody else's names and values as it can be shown: what would move a terminal's cursor, or has no UTF-8,
+    as an escape. Line ends stay.
+    """
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def raise_all(what: str, errors: Sequence[DscError]) -> None:

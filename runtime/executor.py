@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -154,12 +154,15 @@ class Executor:
     # -- binding
 
     def _bind(self, node: ProgramNode, frees: list[str]) -> _Call:
-        op = load_op(node.op)
+        op = self._checked_op(node)
         slots = dict(zip(op.slot_names(), (*node.inputs, *[""] * len(op.slot_names())), strict=False))
         constant = {slot for slot, name in slots.items() if name and self.program.operands[name].role == "weight"}
         cpu_node = self._cpu_node(op, node, slots, constant)
         step_operands = [t.name for t in op.inputs if t.name not in constant and (slots[t.name] or _of_step(t))]
-        run = _find_bind(node.op)(cpu_node) or _reference_run(op, cpu_node, step_operands)
+        try:
+            run = _find_bind(node.op)(cpu_node) or _reference_run(op, cpu_node, step_operands)
+        except KeyError as error:
+            raise self._misfit(node, f"its input {error.args[0]} is no weight") from error
         return _Call(
             name=node.name,
             run=run,
@@ -167,6 +170,29 @@ class Executor:
             writes=tuple(self._places[name] for name in node.outputs),
             frees=tuple(self._places[name] for name in frees),
         )
+
+    def _checked_op(self, node: ProgramNode) -> Op:
+        """The op of a node, whose attributes and operands are as its schema says; DscError otherwise."""
+        operands = self.program.operands
+
+        def type_of(name: str) -> Type | None:
+            return Type(operands[name].dtype, operands[name].shape) if name else None
+
+        try:
+            op = load_op(node.op)
+            given, _ = op.check([type_of(name) for name in node.inputs], node.attributes)
+            if given != (made := [type_of(name) for name in node.outputs]):
+                raise self._misfit(node, f"it gives {_types(given)}, not {_types(made)}")
+        except (ValueError, TypeError, IndexError) as error:  # SchemaError, or what a schema reckons with
+            raise self._misfit(node, str(error)) from error
+        slots = dict(zip(op.slot_names(), node.inputs, strict=False))
+        for weight in op.weights:
+            if slots.get(weight.name) and operands[slots[weight.name]].role != "weight":
+                raise self._misfit(node, f"its input {weight.name} is no weight")
+        return op
+
+    def _misfit(self, node: ProgramNode, got: str) -> DscError:
+        return DscError(f"{self.program.name}: node {node.name} does not fit its op dsc.{node.op}", got=got)
 
     def _cpu_node(self, op: Op, node: ProgramNode, slots: Mapping[str, str], constant: set[str]) -> CpuNode:
         operands = self.program.operands
@@ -196,6 +222,10 @@ class Executor:
             tensor_names={name: tensors[name] for name in (*weights, *constants)},
             packs=self._weights.packs,
         )
+
+
+def _types(types: Sequence[Type | None]) -> str:
+    return ", ".join(map(str, types)) or "nothing"
 
 
 class _Arena:

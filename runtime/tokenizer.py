@@ -84,8 +84,6 @@ class Tokenizer:
         variables               whatever else the template reads (tools, ...)
         raises                  DscError when there is no template, or it refuses the messages
         """
-        from jinja2 import TemplateError
-
         names = self._templates
         wanted = template or "default"
         if wanted not in names:
@@ -95,18 +93,28 @@ class Tokenizer:
         try:
             compiled = self._environment.from_string(names[wanted])
             return str(compiled.render(messages=messages, add_generation_prompt=add_generation_prompt, **given))
-        except (TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a program of somebody else's: it may divide by zero
             raise DscError("the chat template refuses the messages", where=str(self._folder), got=str(error)) from error
 
     @cached_property
     def _templates(self) -> dict[str, str]:
         file = self._folder / "chat_template.jinja"
         if file.is_file():
-            return {"default": file.read_text(encoding="utf-8")}
-        found = self.config.get("chat_template")
-        if isinstance(found, list):
-            return {entry["name"]: entry["template"] for entry in found}
-        return {"default": found} if found else {}
+            try:
+                return {"default": file.read_text(encoding="utf-8")}
+            except UnicodeDecodeError as error:
+                raise DscError("is not UTF-8 text", where=str(file), got=str(error)) from error
+        found = self.config.get("chat_template") or []
+        if not isinstance(found, list):
+            found = [{"name": "default", "template": found}]
+        named = {}
+        for entry in found:
+            name, text = (entry.get(key) if isinstance(entry, dict) else None for key in ("name", "template"))
+            if not isinstance(name, str) or not isinstance(text, str):
+                where, wanted = str(self._folder / "tokenizer_config.json"), "a text, or a list of {name, template}"
+                raise DscError("chat_template is no template", where=where, wanted=wanted)
+            named[name] = text
+        return named
 
     @cached_property
     def _environment(self) -> Any:
@@ -126,7 +134,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         return {}
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DscError("is not valid JSON", where=str(path), got=str(error)) from error
     if not isinstance(config, dict):
         raise DscError("is not a JSON object", where=str(path), got=type(config).__name__)
