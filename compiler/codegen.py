@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
@@ -30,11 +30,14 @@ REGISTERS = 1 << 16  # of a multiprocessor
 
 @dataclass(frozen=True)
 class Built:
-    """A cubin with what its launch needs and what it uses of the chip."""
+    """A cubin with what its launch needs and what it uses of the chip; `remedy` is what kept it from spilling, if it had to be
+    compiled again.
+    """
 
     compiled: Compiled
     cubin: bytes
     resources: Resources
+    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -127,20 +130,28 @@ class CubinCompiler:
 
 
 def build_one(source: Source, chip: Arch, cache: Path) -> Built:
-    """Compile one source, or take it from the cache.
-
-    ptxas may spill a few bytes to fit another block on a multiprocessor. Told how many registers it may take it does not,
-    so that a Triton kernel which spills is compiled again with bounds, the smallest that helps.
-    """
+    """Compile one source, or take it from the cache; a Triton kernel that spills, again as `_remedies` say."""
     built = _made(source, chip, cache)
-    if not built.resources.stack_bytes or not isinstance(source, TritonSource) or source.max_registers:
-        return built
-    for bound in BOUNDS:
-        if built.resources.registers < bound <= REGISTERS // (32 * source.num_warps):
-            bounded = _made(replace(source, max_registers=bound), chip, cache)
-            if not bounded.resources.stack_bytes:
-                return bounded
+    if built.resources.stack_bytes and isinstance(source, TritonSource):
+        for remedy, other in _remedies(source, built.resources.registers):
+            made = _made(other, chip, cache)
+            if not made.resources.stack_bytes:
+                return replace(made, remedy=remedy)
     return built
+
+
+def _remedies(source: TritonSource, registers: int) -> Iterator[tuple[str, TritonSource]]:
+    """What may keep a kernel from spilling that was given `registers`.
+
+    ptxas may spill a few bytes to fit another block on a multiprocessor; told how many registers it may take, it does not.
+    Then, a shallower pipeline.
+    """
+    if not source.max_registers:
+        for bound in BOUNDS:
+            if registers < bound <= REGISTERS // (32 * source.num_warps):
+                yield f"bounded by {bound} registers", replace(source, max_registers=bound)
+    for stages in range(source.num_stages - 1, 1, -1):
+        yield f"{stages} stages instead of {source.num_stages}", replace(source, num_stages=stages)
 
 
 def _made(source: Source, chip: Arch, cache: Path) -> Built:

@@ -32,8 +32,9 @@ def lower_gpu(programs: list[Program], compiler: CubinCompiler) -> list[Program]
 def kernel_report(compiler: CubinCompiler, allowed: Mapping[str, str]) -> list[dict[str, Any]]:
     """One record a cubin: what must be known of it and takes a disassembler.
 
-    [{cubin, entry, registers, stack_bytes, static_shared_bytes, tensor_cores, fp8, allowed}]: opcodes that multiply matrices,
-    instructions on 8-bit floats with their modifiers, and why the kernel may spill or miss its instruction ("" mostly)
+    [{cubin, entry, registers, stack_bytes, static_shared_bytes, tensor_cores, fp8, remedy, allowed}]: opcodes that multiply
+    matrices, instructions on 8-bit floats with their modifiers, what kept the kernel from spilling where it would have, and
+    why it may spill or miss its instruction (mostly both "")
     """
     contents = compiler.contents()
     return [
@@ -45,6 +46,7 @@ def kernel_report(compiler: CubinCompiler, allowed: Mapping[str, str]) -> list[d
             "static_shared_bytes": built.resources.shared_bytes,
             "tensor_cores": sorted({name.partition(".")[0] for name in contents[source].tensor_cores}),
             "fp8": list(contents[source].fp8),
+            "remedy": built.remedy,
             "allowed": allowed.get(built.compiled.entry, ""),
         }
         for source, built in sorted(compiler.built.items(), key=lambda item: item[1].compiled.cubin)

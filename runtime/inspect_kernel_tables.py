@@ -25,8 +25,10 @@ def show_kernels(kernels: Sequence[Data], steps: Sequence[Data], console: Consol
     console.print(kernels_table(kernels))
     console.print(summary(kernels), markup=False, highlight=False)
     for kernel in kernels:
-        if kernel["allowed"]:
-            console.print(f"allowed: {kernel['entry']}: {kernel['allowed']}", markup=False, highlight=False)
+        name = f"{kernel['entry']} {_digits(kernel['cubin'])}"
+        for key, told in (("remedy", "spilled, compiled again"), ("allowed", "allowed")):
+            if kernel[key]:
+                console.print(f"{name}: {told}: {kernel[key]}", markup=False, highlight=False)
     console.print(steps_table(steps))
 
 

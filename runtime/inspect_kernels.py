@@ -18,7 +18,7 @@ from dsc.runtime.steps import Kernel, Repeat, Step, kernels_in
 SEQUENCES = (1, 16, 64, 256)  # of the decode steps that are told, and the most there can be
 PROMPT_TOKENS = (256, 1024, 4096)  # of the prefill steps, in one sequence, likewise
 # What the build reads of a cubin; null in engines of an older dsc, which did not look.
-READ = ("registers", "stack_bytes", "static_shared_bytes", "tensor_cores", "fp8", "allowed")
+READ = ("registers", "stack_bytes", "static_shared_bytes", "tensor_cores", "fp8", "remedy", "allowed")
 
 Data = dict[str, Any]
 
@@ -26,8 +26,8 @@ Data = dict[str, Any]
 def describe_kernels(folder: EngineFolder, programs: Mapping[str, Program]) -> list[Data]:
     """One record a cubin, by name; none for an engine of the CPU.
 
-    {cubin, entry, ops, registers, stack_bytes, static_shared_bytes, tensor_cores, fp8, allowed, dynamic_shared_bytes,
-    threads, bytes, launches: {graph: {tokens: launches in that step}}}
+    {cubin, entry, ops, registers, stack_bytes, static_shared_bytes, tensor_cores, fp8, remedy, allowed,
+    dynamic_shared_bytes, threads, bytes, launches: {graph: {tokens: launches in that step}}}
     """
     read = {record["cubin"]: record for record in folder.report["kernels"]}
     users: dict[str, list[tuple[str, Kernel]]] = {}

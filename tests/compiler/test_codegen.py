@@ -68,41 +68,45 @@ def test_sources_of_one_architecture_for_the_chip_of_another(tmp_path: Path) -> 
     assert any(name.startswith("HGMMA") for name in compiler.contents()[DOT].tensor_cores)
 
 
+# What ptxas makes of registers that are allowed (0: any) and stages: registers and bytes of stack.
+Makes = dict[tuple[int, int], tuple[int, int]]
+
+
 @pytest.mark.parametrize(
-    ("spills", "warps", "tried", "chosen"),
+    ("makes", "warps", "remedy"),
     [
-        ({0: (40, 8), 64: (63, 0)}, 4, [0, 64], 64),
-        ({0: (96, 8), 128: (120, 8), 168: (126, 0)}, 4, [0, 128, 168], 168),
-        ({0: (255, 136)}, 4, [0], 0),
-        ({0: (96, 8), 128: (128, 8)}, 16, [0, 128], 0),  # 512 threads cannot have more
-        ({0: (96, 0)}, 4, [0], 0),
+        ({(0, 4): (96, 0)}, 4, ""),
+        ({(0, 4): (40, 8), (64, 4): (63, 0)}, 4, "bounded by 64 registers"),
+        ({(0, 4): (96, 8), (128, 4): (120, 8), (168, 4): (126, 0)}, 4, "bounded by 168 registers"),
+        ({(0, 4): (255, 16), (0, 3): (255, 8), (0, 2): (250, 0)}, 8, "2 stages instead of 4"),
+        ({(0, 4): (255, 136), (0, 3): (255, 88), (0, 2): (255, 80)}, 8, ""),
+        (
+            {(0, 4): (96, 8), (128, 4): (128, 8), (0, 3): (96, 0)},
+            16,
+            "3 stages instead of 4",
+        ),  # 512 threads: 128 at most
     ],
 )
-def test_a_spill_is_met_with_the_smallest_bound_that_helps(
-    spills: dict[int, tuple[int, int]],
-    warps: int,
-    tried: list[int],
-    chosen: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_what_is_tried_against_a_spill(
+    makes: Makes, warps: int, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`spills`: what ptxas makes of a bound (0: none), registers and bytes of stack."""
     seen = []
 
     def made(source: TritonSource, chip: Arch, cache: Path) -> Built:
-        seen.append(source.max_registers)
-        return Built(Compiled(str(source.max_registers), "entry"), b"", Resources(*spills[source.max_registers], 0))
+        seen.append((source.max_registers, source.num_stages))
+        return Built(Compiled(str(seen[-1]), "entry"), b"", Resources(*makes[seen[-1]], 0))
 
     monkeypatch.setattr(codegen, "_made", made)
-    built = build_one(replace(DOT, num_warps=warps), Arch("sm_90a"), tmp_path)
-    assert built.compiled.cubin == str(chosen)
-    assert seen == tried
+    built = build_one(replace(DOT, num_warps=warps, num_stages=4), Arch("sm_90a"), tmp_path)
+    assert seen == list(makes)
+    assert built.remedy == remedy
+    assert built.compiled.cubin == str(seen[-1] if remedy else seen[0])
+    assert (built.resources.stack_bytes == 0) == (bool(remedy) or len(makes) == 1)
 
 
-@pytest.mark.parametrize(
-    "source", [replace(DOT, max_registers=64), CudaSource("support.planted_kernels", "none.cu", "none", ())]
-)
-def test_bounds_that_a_source_has_itself_stay(source: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounds_that_a_source_has_itself_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spilled = Built(Compiled("x", "entry"), b"", Resources(64, 8, 0))
     monkeypatch.setattr(codegen, "_made", lambda *_: spilled)
-    assert build_one(source, Arch("sm_90a"), tmp_path) is spilled
+    cuda = CudaSource("support.planted_kernels", "none.cu", "none", ())
+    for source in (replace(DOT, max_registers=64, num_stages=2), cuda):
+        assert build_one(source, Arch("sm_90a"), tmp_path) is spilled
