@@ -143,20 +143,19 @@ class _Syncing:
 
 
 def _forget_what_is_gone(plan: EmissionPlan, journal: Journal, folder: Path) -> None:
-    """Jobs whose file somebody removed or cut are done again."""
+    """Jobs whose file somebody removed or cut are done again, and a file into which a job is to write is open again.
+
+    The last job of a file is told after the file: a build that was killed in between had finished the file, not the job.
+    """
     sizes = {layout.location: layout.nbytes for layout in plan.layouts}
     paths = {location: folder / location for location in sizes}
     gone = {
         location for location, path in paths.items() if not path.is_file() or path.stat().st_size != sizes[location]
     }
-    journal.forget(
-        {location for location in journal.files if location in gone},
-        [
-            n
-            for n in journal.jobs
-            if any(plan.placements[t.tensor].location in gone for t in plan.jobs[n].targets.values())
-        ],
-    )
+    places = [{plan.placements[target.tensor].location for target in job.targets.values()} for job in plan.jobs]
+    journal.forget([], [number for number in journal.jobs if places[number] & gone])
+    unfinished = gone.union(*(places[number] for number in range(len(places)) if number not in journal.jobs))
+    journal.forget([location for location in journal.files if location in unfinished], [])
 
 
 def _tell_what_lies_there(plan: EmissionPlan, journal: Journal, files: SafetensorsWriter) -> None:
