@@ -62,7 +62,10 @@ def summary(kernels: Sequence[Data]) -> str:
     """One line: how many, how large, whether any spills."""
     spilling = sorted({k["entry"] for k in kernels if k["stack_bytes"]})
     spills = f"spilling: {', '.join(spilling)}" if spilling else "none spills"
-    return f"{len(kernels)} cubins, {size_text(sum(k['bytes'] for k in kernels))}, {spills}"
+    if any(k["stack_bytes"] is None for k in kernels):
+        spills = "whether they spill was not looked at when this engine was built"
+    count = "1 cubin" if len(kernels) == 1 else f"{len(kernels)} cubins"
+    return f"{count}, {size_text(sum(k['bytes'] for k in kernels))}, {spills}"
 
 
 def steps_table(steps: Sequence[Data]) -> Table:
