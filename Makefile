@@ -39,7 +39,9 @@ lint: $(VENV)/.test
 	MYPYPATH=build/typing $(BIN)/mypy
 	PYTHONPATH=build/typing $(BIN)/lint-imports
 
+# Without atheris, its tests say so and the others run.
 soak: $(VENV)/.test
+	-$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[soak]'
 	$(BIN)/pytest -n 2 --soak tests/soak
 
 # On a machine with a Hopper GPU and the packages of the extras [gpu] and [test].

@@ -120,10 +120,15 @@ class Certificate:
         return data
 
     def write(self, engine: Path) -> Path:
-        """Put it into an engine's folder, replacing another; returns the file."""
+        """Put it into an engine's folder, replacing another; returns the file. DscError where that leads out of the engine."""
         folder = engine / LOCAL
+        if folder.is_symlink():
+            raise DscError(
+                "leads out of the engine", where=str(folder), wanted="a folder", got=f"a link to {folder.resolve()}"
+            )
         folder.mkdir(exist_ok=True)
         beside, file = folder / f"{NAME}.partial", folder / NAME
+        beside.unlink(missing_ok=True)  # were it a link, it would be written through
         beside.write_bytes(codec.dump_json(self.to_json()))
         os.replace(beside, file)
         return file

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
 import signal
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.builds import dsc, hashes, refusal, start
 from support.engines import TINY_R1
 
+from dsc.compiler.convert import convert
+from dsc.compiler.emit import THREADS_MAX
+from dsc.compiler.hashed_file import write_all
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.errors import DscError
 
@@ -101,6 +107,98 @@ def test_a_killed_build_leaves_the_old_engine_or_none(
     assert dsc(*COMPILE[:-1], engine).exit_code == 0
     assert is_whole(engine, whole)
     assert {path.name for path in tmp_path.iterdir()} == {"x.engine"}
+
+
+# -- the next run goes on where it stopped
+
+# Arguments: how many weights are done before the process kills itself, then those of dsc.
+KILLED_AFTER = """
+import os, signal, sys
+from dsc.compiler.cli import main
+from dsc.compiler.journal import Journal
+
+left, add_job = int(sys.argv.pop(1)), Journal.add_job
+
+def counted(journal, number, errors):
+    global left
+    add_job(journal, number, errors)
+    left -= 1
+    if not left:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Journal.add_job = counted
+main()
+"""
+
+
+@pytest.fixture
+def converted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for every piece of a weight that a build in this process makes."""
+    done: list[int] = []
+
+    def counted(job: Any, *arguments: Any) -> Any:
+        done.append(job.source_bytes)
+        return convert(job, *arguments)
+
+    monkeypatch.setattr("dsc.compiler.emit.convert", counted)
+    return done
+
+
+@pytest.fixture(scope="module")
+def num_jobs(tmp_path_factory: pytest.TempPathFactory) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        done: list[int] = []
+        patch.setattr("dsc.compiler.emit.convert", lambda *arguments: (done.append(1), convert(*arguments))[1])
+        assert dsc(*COMPILE[:-1], tmp_path_factory.mktemp("counted") / "x.engine").exit_code == 0
+    assert len(done) > 50
+    return len(done)
+
+
+def killed_after(count: int, folder: Path) -> None:
+    command = [sys.executable, "-c", KILLED_AFTER, str(count), *map(str, COMPILE)]
+    assert subprocess.run(command, cwd=folder, capture_output=True, timeout=120).returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("part", [0.02, 0.5, 0.9])
+def test_a_second_run_goes_on_and_does_nothing_twice(
+    part: float, whole: dict[str, str], num_jobs: int, converted: list[int], tmp_path: Path
+) -> None:
+    count = max(1, int(part * num_jobs))
+    killed_after(count, tmp_path)
+    result = dsc(*COMPILE[:-1], tmp_path / "x.engine")
+    assert result.exit_code == 0
+    assert "note: goes on with a build that was cut short" in result.stderr
+    assert num_jobs - count - THREADS_MAX <= len(converted) <= num_jobs - count
+    assert is_whole(tmp_path / "x.engine", whole)
+    assert {path.name for path in tmp_path.iterdir()} == {"x.engine"}
+
+
+def test_a_second_run_on_a_disk_with_room_goes_on(
+    whole: dict[str, str], num_jobs: int, converted: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        if len(converted) > num_jobs // 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_all(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dsc.compiler.hashed_file.write_all", full)
+        text = refusal(*COMPILE[:-1], tmp_path / "x.engine")
+    assert "x.engine: the build cannot be written" in text
+    assert "try  the same command, once there is room: it goes on from what is done" in text
+    converted.clear()
+    assert dsc(*COMPILE[:-1], tmp_path / "x.engine").exit_code == 0
+    assert num_jobs // 3 < len(converted) <= num_jobs - num_jobs // 3
+    assert is_whole(tmp_path / "x.engine", whole)
+
+
+def test_a_second_run_of_something_else_starts_anew(num_jobs: int, converted: list[int], tmp_path: Path) -> None:
+    killed_after(num_jobs // 2, tmp_path)
+    other = dsc("compile", "--recipe", "tiny-r1-wint8", "--model", TINY_R1, "--output", tmp_path / "x.engine")
+    assert other.exit_code == 0
+    assert "starts anew: changed since the build that was cut short: the recipe" in " ".join(other.stderr.split())
+    assert len(converted) > num_jobs // 2
+    assert EngineFolder.open(tmp_path / "x.engine").manifest.recipe["name"] == "tiny-r1-wint8"
 
 
 def _wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import tempfile
 from pathlib import Path
 from random import Random
@@ -19,6 +20,8 @@ from support.families import make_checkpoint
 from support.fuzz_targets import TARGETS, Target
 from support.witness import witness
 
+from dsc.runtime import certificate
+from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.errors import DscError
 
 EXAMPLES = 60
@@ -158,6 +161,26 @@ def test_weights_that_are_only_pickles_are_refused(armed: Path, tmp_path: Path) 
     assert "the weights are pickle files, which can run code when they are read" in text
     assert deeds == []
     assert not list(tmp_path.glob("done-*"))
+
+
+def test_nothing_is_written_through_links_of_an_engine(tmp_path: Path) -> None:
+    """An engine is somebody else's too: what is measured of it stays in it."""
+    target = TARGETS["certificate"](tmp_path)
+    engine, elsewhere = tmp_path / "x.engine", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    measured = certificate.read(EngineFolder.open(engine))
+    assert measured is not None
+    (elsewhere / "thesis").write_text("words")
+    (engine / "local" / "certificate.json.partial").symlink_to(elsewhere / "thesis")
+    (engine / "local" / "certificate.json").unlink()
+    (engine / "local" / "certificate.json").symlink_to(elsewhere / "thesis")
+    assert measured.write(engine).read_bytes() == target.seeds[0]
+    shutil.rmtree(engine / "local")
+    (engine / "local").symlink_to(elsewhere)
+    with pytest.raises(DscError, match="local: leads out of the engine"):
+        measured.write(engine)
+    assert [path.name for path in elsewhere.iterdir()] == ["thesis"]
+    assert (elsewhere / "thesis").read_text() == "words"
 
 
 def test_the_witness_sees(tmp_path: Path) -> None:
