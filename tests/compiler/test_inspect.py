@@ -17,6 +17,7 @@ from dsc.compiler.recipe import Allowance
 from dsc.runtime import inspect
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.errors import DscError
+from dsc.runtime.manifest import SCHEMA_VERSION
 
 MISSED = Declined("layers.0.mlp", "the activation has a second reader", "one reader", "Cast [tokens]")
 PIPELINE = PipelineReport(
@@ -110,7 +111,7 @@ def test_a_layer_node_by_node(engine):
 def test_the_tables_say_what_counts(engine):
     text = printed(engine)
     for told in (
-        "small.engine", "cpu, 1 rank, schema version 1", "80 bytes = 80 main", "1 / 2", "2 / -", "1 may be missed: for the test",
+        "small.engine", f"cpu, 1 rank, schema version {SCHEMA_VERSION}", "80 bytes = 80 main", "1 / 2", "2 / -", "1 may be missed: for the test",
         "1 of 2 sites found in 1 pass, 1 site declined", "the activation has a second reader, wanted one reader, got Cast [tokens]",
         "attention", "wint8", "MTP is off: 1", "main.decode.rank0.onnx", "needed",
     ):  # fmt: skip
