@@ -5,20 +5,21 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from dsc.compiler.safetensors_layout import FileLayout, Slot
 
-_READ_BYTES = 1 << 20  # at a time: what is hashed twice stays in the cache in between
+_READ_BYTES = 1 << 19  # at a time: what is hashed twice stays in the cache in between
 
 
 class HashedFile:
     """A file of a known layout. Pieces are written in any order, from any thread; hashing goes from the start to the end.
 
-    Bytes are read back for it: what was just written is in memory still, and what was written early waits its turn.
+    What was just written is hashed where it is; what was written early waits its turn and is read back.
     What lies in the file from an earlier build stays, and is told by `done`.
     """
 
@@ -53,14 +54,20 @@ class HashedFile:
                 while (end := self._written.pop(self._limit, None)) is not None:
                     self._limit = end
 
-    def hash(self) -> bool:
-        """Hash what can be; True for the one call that comes to the end. Returns at once where another thread is at it."""
+    def hash(self, data: memoryview | None = None, offset: int = 0) -> bool:
+        """Hash what can be; True for the one call that comes to the end. Returns at once where another thread is at it.
+
+        data  bytes that were written at `offset`, which need not be read back
+        """
         if self._hashed == self.layout.nbytes or not self._hashing.acquire(blocking=False):
             return False
         try:
-            buffer = memoryview(bytearray(min(_READ_BYTES, self.layout.nbytes)))
-            while (limit := self._limit) > self._hashed:
-                self._hash_to(limit, buffer)
+            if data is not None and offset <= self._hashed < offset + data.nbytes <= self._limit:
+                self._hash_to(offset + data.nbytes, lambda first, last: data[first - offset : last - offset])
+            if self._limit > self._hashed:
+                read_back = partial(self._read_back, memoryview(bytearray(min(_READ_BYTES, self.layout.nbytes))))
+                while (limit := self._limit) > self._hashed:
+                    self._hash_to(limit, read_back)
             if self._hashed == self.layout.nbytes and not self.sha256:
                 self.sha256 = self._whole.hexdigest()
                 return True
@@ -75,16 +82,20 @@ class HashedFile:
     def close(self) -> None:
         os.close(self._handle)
 
-    def _hash_to(self, limit: int, buffer: memoryview) -> None:
+    def _read_back(self, buffer: memoryview, first: int, last: int) -> memoryview:
+        _read_all(self._handle, buffer[: last - first], first)
+        return buffer[: last - first]
+
+    def _hash_to(self, limit: int, bytes_of: Callable[[int, int], memoryview]) -> None:
+        """Hash up to a byte of the file; `bytes_of` gives what lies from one byte to another."""
         while self._hashed < limit:
             end, slot = self._span
-            count = min(limit, end, self._hashed + len(buffer)) - self._hashed
-            piece = buffer[:count]
-            _read_all(self._handle, piece, self._hashed)
+            last = min(limit, end, self._hashed + _READ_BYTES)
+            piece = bytes_of(self._hashed, last)
             self._whole.update(piece)
             if slot:
                 self._part.update(piece)
-            self._hashed += count
+            self._hashed = last
             if self._hashed == end:
                 if slot:
                     self.tensors[slot.name] = self._part.hexdigest()

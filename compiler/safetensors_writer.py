@@ -49,7 +49,7 @@ class SafetensorsWriter:
         data = as_bytes(values)
         assert offset + data.nbytes <= slot.nbytes, (name, offset, data.nbytes, slot.nbytes)
         self._files[location].write(data, slot.offset + offset)
-        self._hash(location)
+        self._hash(location, data, slot.offset + offset)
 
     def done(self, name: str, offset: int, nbytes: int) -> None:
         """Some bytes of a tensor lie there since an earlier build."""
@@ -75,7 +75,7 @@ class SafetensorsWriter:
             tensors |= self._journal.files[layout.location][1]
         return tensors, {layout.location: self._journal.files[layout.location][0] for layout in self._layouts}
 
-    def _hash(self, location: str) -> None:
+    def _hash(self, location: str, data: memoryview | None = None, offset: int = 0) -> None:
         file = self._files[location]
-        if file.hash():
+        if file.hash(data, offset):
             self._journal.add_file(location, file.sha256, file.tensors)
