@@ -83,12 +83,12 @@ class Table:
             return None
         least = min(_distance(entry.op, op) for entry in found)
         found = [entry for entry in found if _distance(entry.op, op) == least]
-        same = [entry for entry in found if entry.op.widths == op.widths]
+        same = [entry for entry in found if entry.op.widths == op.widths and not least]
         alone = replace(step, experts=None)  # what was measured ran on one rank
         if same:
             times = [self._at(entry, alone) for entry in same]
             scaled = next((time.scaled for time in times if time.scaled), "")
-            return Estimate(statistics.fmean(time.us for time in times), OTHER_FORMATS if least else scaled)
+            return Estimate(statistics.fmean(time.us for time in times), scaled)
         us = self._scaled(op, step, [(entry.op, self._at(entry, alone).us) for entry in found], alone)
         return Estimate(us, OTHER_FORMATS if least else OTHER_WIDTHS)
 
@@ -104,12 +104,12 @@ class Table:
 
     @cached_property
     def _fixed(self) -> Mapping[str, float]:
-        """Microseconds of the cheapest call of each op: what it costs whatever its work."""
-        cheapest: dict[str, float] = {}
+        """Microseconds of each op whatever its work: the least that a call took beyond it."""
+        beyond: dict[str, float] = {}
         for entry in self._entries:
-            us = min(entry.points.values())
-            cheapest[entry.op.op] = min(us, cheapest.get(entry.op.op, us))
-        return cheapest
+            us = min(us - self._work_us(entry.op, step) for step, us in entry.points.items())
+            beyond[entry.op.op] = max(0.0, min(us, beyond.get(entry.op.op, us)))
+        return beyond
 
     def _work_us(self, op: PlannedOp, step: Step) -> float:
         return work(op, step, self.rates).seconds * 1e6
