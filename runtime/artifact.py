@@ -113,6 +113,7 @@ class EngineFolder:
                 got=f"{program.name} {program.onnx_sha256}",
             )
         self._check_weights(program, where)
+        self._check_limits(program, where)
         return program
 
     # -- weights
@@ -206,6 +207,21 @@ class EngineFolder:
                     DscError(f"tensor {operand.tensor} is of another type", where=where, wanted=wanted, got=got)
                 )
         raise_all(f"{where}: program and weights do not fit together", faults)
+
+    def _check_limits(self, program: Program, where: str) -> None:
+        """Its memory is planned for its letters: a step within the limits must not be larger."""
+        limits, models = self.manifest.limits, self.manifest.models.values()
+        needed = {"B": limits.sequences, "P": -(-limits.context_tokens // self.manifest.kv_cache.block_tokens)}
+        if program.name in (model.phases.get("prefill") for model in models):
+            needed["T"] = limits.batch_tokens
+        small = [letter for letter in needed if program.letters.get(letter, needed[letter]) < needed[letter]]
+        if small:
+            raise DscError(
+                "the program is not planned for the engine's limits",
+                where=where,
+                wanted=", ".join(f"{letter} {needed[letter]}" for letter in small),
+                got=", ".join(f"{letter} {program.letters[letter]}" for letter in small),
+            )
 
     def _read_json(self, path: str) -> Any:
         """A JSON file of the engine, after its hash."""

@@ -99,6 +99,7 @@ class Engine:
         self._folder = folder
         self.backend = backend
         manifest = self.manifest
+        manifest.check_models(str(folder.path))
         programs = {name: backend.program(name) for name in manifest.graphs}
         self.programs: Mapping[str, Runner] = programs
         self.models = {

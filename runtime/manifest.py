@@ -179,6 +179,23 @@ class Manifest:
         raise_all(f"{where}: the manifest does not fit together", list(_faults(manifest, where)))
         return manifest
 
+    def check_models(self, where: str) -> None:
+        """Raise DscError unless there is what serving needs: both phases of each model, and the sampler."""
+        wanted = {
+            "main": ("decode", "prefill"),
+            "sample": ("",),
+            **({"mtp": ("decode", "prefill")} if self.mtp.enabled else {}),
+        }
+        faults = [
+            DscError(
+                f"the engine has no graph for {phase + ' steps' if phase else 'any step'} of model {name}", where=where
+            )
+            for name, phases in wanted.items()
+            for phase in phases
+            if name not in self.models or phase not in self.models[name].phases
+        ]
+        raise_all(f"{where}: the engine cannot run", faults)
+
 
 def version_of(data: Any, where: str) -> int:
     """The schema version of a manifest's JSON; DscError where it has none, so is none."""

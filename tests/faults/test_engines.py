@@ -117,6 +117,25 @@ def test_another_engine_than_this_program_reads_is_refused_by_every_command(
             assert told in text
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda m: m["limits"].update(sequences=m["limits"]["sequences"] + 1), "not planned for the engine's limits"),
+        (lambda m: m["limits"].update(context_tokens=1 << 20), "not planned for the engine's limits"),
+        (lambda m: m["limits"].update(batch_tokens=10**30), "not planned for the engine's limits"),
+        (lambda m: m["models"].pop("main"), "no graph for decode steps of model main"),
+        (lambda m: m["models"]["mtp"]["phases"].pop("prefill"), "no graph for prefill steps of model mtp"),
+        (lambda m: m["models"].pop("sample"), "no graph for any step of model sample"),
+    ],
+)
+def test_an_engine_that_promises_more_than_it_holds_is_not_run(
+    change: Callable[[dict[str, Any]], object], told: str, copy: Path
+) -> None:
+    """Limits above those that memory was planned for would let a step write beyond it."""
+    with _edited_manifest(copy, change):
+        assert told in refusal("generate", copy, *GENERATE)
+
+
 def test_an_engine_for_another_target_can_be_looked_at_but_not_run(copy: Path) -> None:
     with _edited_manifest(copy, lambda manifest: manifest.update(target="tpu")):
         assert "tpu" in dsc("inspect", copy).output
