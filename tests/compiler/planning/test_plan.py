@@ -1,6 +1,7 @@
 """`dsc plan`: splits that are refused and why, what fits, and what the command says of models that are not here."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -256,15 +257,34 @@ def test_an_unknown_gpu() -> None:
 
 
 def test_what_it_prints() -> None:
-    output = run("r1-wint4", "--gpu", "h200").output
+    output = run("r1-wint4", "--gpu", "h200", "--gpu", "h100").output
     for part in (
         "362.73 GB",
         "688.57 GB",
         "71,424 bytes = 70,272 main + 1,152 mtp",
         "wint4:128",
-        "no rates are predicted",
+        "256 sequences, 18,890 cache blocks, 8,192 tokens a step, kept in the engine for H200",
+        "predicted on 8 x H200, from kernels measured on ",
+        "communication of 8 ranks is not predicted and left out",
+        "no rates are predicted for H100 80 GB: no kernels were measured there",
     ):
         assert part in output, output
+    assert re.search(r"decode +64 of 4,096 +[\d.]+ +[\d,]+ +\d+", output), output
+    assert re.search(r"prefill +2 of 4,096 +[\d.]+ +[\d,]+", output), output
+
+
+def test_rates_as_json() -> None:
+    data = json.loads(run("v2-lite-wint4", "--gpu", "h200", "--gpu", "h20", "--json").output)
+    predicted, none = data["rates"]
+    assert [rate["batch"] for rate in predicted["decode"]] == [1, 16, 64, 128, 256]
+    for rate in predicted["decode"]:
+        assert rate["tokens_per_s"] == pytest.approx(rate["batch"] / rate["seconds"], rel=1e-3)
+    seconds = [rate["seconds"] for rate in predicted["decode"]]
+    assert seconds == sorted(seconds)
+    assert predicted["prefill"]["tokens_per_s"] == pytest.approx(8192 / predicted["prefill"]["seconds"], rel=1e-3)
+    assert (none["decode"], none["prefill"], none["why_none"]) == ([], None, "no kernels were measured there")
+    assert data["serving"]["gpu"] == "h200"
+    assert data["serving"] == {"gpu": "h200", **data["gpus"][0]["serving"]}
 
 
 def test_a_folder_of_config_and_index_alone(tmp_path: Path) -> None:
