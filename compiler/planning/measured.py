@@ -23,6 +23,7 @@ from dsc.runtime.bench_floor import Rates
 FOLDER = "dsc.compiler.planning.kernel_times"
 TOKEN_US = 0.01  # orders steps whose least work is the same
 OTHER_WIDTHS, OTHER_FORMATS = "other widths", "other formats"
+MINOR = ("kv_b_format",)  # most of what attention reads is cache: its heads matter more
 OTHER_GROUP = 0.5  # how far apart 4-bit formats of two group sizes are, where another format is 1
 
 
@@ -81,16 +82,17 @@ class Table:
         found = [e for e in self._entries if e.op.op == op.op and _serves(e, op, step)]
         if not found:
             return None
-        least = min(_distance(entry.op, op) for entry in found)
-        found = [entry for entry in found if _distance(entry.op, op) == least]
-        same = [entry for entry in found if entry.op.widths == op.widths and not least]
         alone = replace(step, experts=None)  # what was measured ran on one rank
+        same = [e for e in found if (e.op.widths, e.op.formats) == (op.widths, op.formats)]
         if same:
             times = [self._at(entry, alone) for entry in same]
             scaled = next((time.scaled for time in times if time.scaled), "")
             return Estimate(statistics.fmean(time.us for time in times), scaled)
+        least = min(_distance(entry.op, op) for entry in found)
+        found = [entry for entry in found if _distance(entry.op, op) == least]
         us = self._scaled(op, step, [(entry.op, self._at(entry, alone).us) for entry in found], alone)
-        return Estimate(us, OTHER_FORMATS if least else OTHER_WIDTHS)
+        formats = any(entry.op.formats == op.formats for entry in found)
+        return Estimate(us, OTHER_WIDTHS if formats else OTHER_FORMATS)
 
     def gap_us(self, sequences: int) -> float:
         """What the host adds to a decode step: the mean of the nearest measured numbers of sequences."""
@@ -215,11 +217,9 @@ def _serves(entry: Entry, op: PlannedOp, step: Step) -> bool:
 
 
 def _distance(measured: PlannedOp, op: PlannedOp) -> float:
-    """How many formats differ."""
-    return sum(
-        _apart(measured.formats.get(name, ""), op.formats.get(name, ""))
-        for name in sorted({*measured.formats, *op.formats})
-    )
+    """How many formats differ, of those that matter."""
+    names = sorted({*measured.formats, *op.formats} - {*MINOR})
+    return sum(_apart(measured.formats.get(name, ""), op.formats.get(name, "")) for name in names)
 
 
 def _apart(one: str, other: str) -> float:
