@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.engines import TINY_R1
+from support.engines import ROOT, TINY_R1
 from support.families import make_checkpoint
 
 from dsc.compiler.checkpoint import Checkpoint
@@ -271,6 +271,15 @@ def test_what_it_prints() -> None:
         assert part in output, output
     assert re.search(r"decode +64 of 4,096 +[\d.]+ +[\d,]+ +\d+", output), output
     assert re.search(r"prefill +2 of 4,096 +[\d.]+ +[\d,]+", output), output
+
+
+def test_the_example_in_the_readme() -> None:
+    """Every line of it is one that the command prints, but for the shortening."""
+    example = (ROOT / "README.md").read_text(encoding="utf-8").split("$ dsc plan v2-lite-wint4 --gpu h200")[1]
+    lines = [line for line in example.split("\n\nRates are")[0].splitlines()[1:] if line.strip()]
+    printed = {" ".join(line.split()) for line in run("v2-lite-wint4", "--gpu", "h200").output.splitlines()}
+    assert len(lines) > 8
+    assert [line for line in lines if " ".join(line.split()) not in printed] == []
 
 
 def test_rates_as_json() -> None:
