@@ -1,0 +1,80 @@
+"""Rates predicted from the measured tables are the steps of benchmarks/RESULTS.md, within 10 %."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from support.engines import ROOT
+
+from dsc.compiler.model_shapes import first_layers, read_shape
+from dsc.compiler.planning.measured import load_table
+from dsc.compiler.planning.rates import Predictor
+from dsc.compiler.planning.sharding import Mesh
+from dsc.compiler.planning.weights import planned_weights
+from dsc.compiler.recipe import load_recipe
+from dsc.runtime.bench_floor import RATES
+
+RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
+SLICE_LAYERS = 3
+BATCHES = {1, 16, 64, 128, 256}
+
+
+def measured_rows() -> Iterator[tuple[str, int, float]]:
+    """Engine, batch and ms a step of the decode table of RESULTS.md."""
+    section = next(part for part in RESULTS.split("\n## ") if part.startswith("Decode steps on one H200"))
+    rows = [
+        [cell.strip() for cell in line.strip("| ").split("|")] for line in section.splitlines() if line.startswith("|")
+    ]
+    engine = ""
+    for cells in rows[2:]:
+        cells = cells if not cells[0].isdigit() else [engine, *cells]
+        engine = cells[0] or engine
+        yield engine, int(cells[1]), float(cells[2])
+
+
+def engine_of(row: str) -> tuple[str, int | None]:
+    """Recipe and decoder layers (None: all) of a row's name: "slice, wint4 experts", "V2-Lite whole, wint4"."""
+    (kind,) = [kind for kind in ("wint4", "wint8", "fp8") if kind in row]
+    if row.startswith("slice"):
+        return f"r1-{kind}", SLICE_LAYERS
+    assert (row[:7], kind) == ("V2-Lite", "wint4"), row
+    return "v2-lite-wint4", None
+
+
+def predictor(row: str) -> Predictor:
+    name, layers = engine_of(row)
+    recipe = load_recipe(name).override("sm_90a", 1)
+    spec = read_shape(recipe.model)[0]
+    spec = spec if layers is None else first_layers(spec, layers)
+    found = load_table("h200", RATES["sm_90a"])
+    assert found is not None
+    return Predictor(spec, recipe, planned_weights(spec, recipe), Mesh(1, 1), found)
+
+
+@pytest.mark.parametrize("row", dict.fromkeys(row for row, _, _ in measured_rows()))
+def test_predictions_are_within_10_percent_of_the_measured_steps(row: str) -> None:
+    """From config.json and recipe to milliseconds, as `dsc plan` goes."""
+    made = predictor(row)
+    errors = {b: made.decode(b, 4096).seconds * 1e3 / ms - 1 for other, b, ms in measured_rows() if other == row}
+    assert set(errors) == BATCHES
+    assert max(map(abs, errors.values())) < 0.1, errors
+    assert not list(made.notes())  # every time is a measured one
+
+
+def test_prefill_is_within_10_percent() -> None:
+    sentence = re.search(r"Prefill of 4,096-token prompts, two at once: ([^;]+);", RESULTS)
+    assert sentence is not None
+    told = re.findall(r"([\d,]+)(?: tokens/s)? \((slice, \w+|V2-Lite)\)", " ".join(sentence[1].split()))
+    assert len(told) == 4
+    for rate, row in told:
+        made = predictor(row if row.startswith("slice") else "V2-Lite, wint4")
+        found = made.prefill(4096, 8192, 256)
+        assert (found.prompts, found.tokens_per_s) == (2, pytest.approx(int(rate.replace(",", "")), rel=0.1)), row
+
+
+def test_the_table_is_of_the_engines_of_the_results() -> None:
+    """None of them is missing in the table or in RESULTS.md."""
+    found = load_table("h200", RATES["sm_90a"])
+    assert found is not None
+    rows = {engine_of(row)[0] for row, _, _ in measured_rows()}
+    assert rows == {source.engine.removesuffix(".engine") for source in found.sources}
