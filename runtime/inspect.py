@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from dsc.plugins.schema import SchemaError, load_op
@@ -37,6 +38,7 @@ def describe(folder: EngineFolder, layer: int | None = None) -> dict[str, Any]:
             "context_tokens": manifest.limits.context_tokens,
             "decode_buckets": list(manifest.decode_buckets),
         },
+        "serving": asdict(manifest.serving) if manifest.serving else None,
         "cache": _cache(folder),
         "graphs": {name: _graph(program) for name, program in programs.items()},
         "fusion": [_fusion(pass_, run) for pass_ in report["passes"] for run in pass_["graphs"]],

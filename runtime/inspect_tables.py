@@ -65,11 +65,19 @@ def facts_table(data: Data) -> Table:
         ("largest step", f"{limits['batch_tokens']:,} tokens, {limits['sequences']} sequences"),
         ("context", f"{limits['context_tokens']:,} tokens"),
         ("decode buckets", ", ".join(map(str, limits["decode_buckets"])) or "none"),
+        ("serves with", _serving(data["serving"])),
         ("cache", f"{cache['dtype']}, blocks of {cache['block_tokens']} tokens, rope {cache['rope_order']}"),
         ("cache a token", f"{cache['token_bytes']['total']:,} bytes = {per_token}"),
         ("weights", f"{size_text(engine['weight_bytes'])} of {size_text(engine['bytes'])}"),
     ]
     return make_table(engine["name"], ("", ""), rows, header=False)
+
+
+def _serving(serving: Data | None) -> str:
+    if serving is None:
+        return "what its server is told"
+    blocks, step = f"{serving['cache_blocks']:,} cache blocks", f"{serving['batch_tokens']:,} tokens a step"
+    return f"{serving['sequences']} sequences, {blocks}, {step} on {serving['gpu']}"
 
 
 def fusion_table(data: Data) -> Table:

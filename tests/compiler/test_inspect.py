@@ -14,7 +14,7 @@ from dsc.compiler.cli import main
 from dsc.compiler.ir.rewrite import Changed, Declined, Report
 from dsc.compiler.pipeline import PassRuns, PipelineReport, Run
 from dsc.compiler.recipe import Allowance
-from dsc.runtime import inspect
+from dsc.runtime import inspect, inspect_tables
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.errors import DscError
 from dsc.runtime.manifest import SCHEMA_VERSION
@@ -46,11 +46,19 @@ def printed(engine, width=160, **options):
 
 def test_the_keys(data):
     assert list(data) == [
-        "engine", "model", "limits", "cache", "graphs", "fusion", "declined", "notes", "weights", "tensors", "ledger",
+        "engine", "model", "limits", "serving", "cache", "graphs", "fusion", "declined", "notes", "weights", "tensors", "ledger",
         "memory", "files", "kernels", "steps", "layer",
     ]  # fmt: skip
     assert json.loads(json.dumps(data))["model"]["spec"]["softmax_scale"] == SPEC.softmax_scale
     assert data["layer"] is None
+
+
+def test_what_it_serves_with(data):
+    rows = "\n".join(inspect_tables.facts_table(data).columns[1].cells)
+    assert (data["serving"], "what its server is told" in rows) == (None, True)
+    told = {**data, "serving": {"gpu": "h200", "sequences": 3, "cache_blocks": 5000, "batch_tokens": 7}}
+    rows = "\n".join(inspect_tables.facts_table(told).columns[1].cells)
+    assert "3 sequences, 5,000 cache blocks, 7 tokens a step on h200" in rows
 
 
 def test_sizes_agree_with_the_files(engine, data):
