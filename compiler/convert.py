@@ -20,10 +20,10 @@ from dsc.runtime.errors import DscError
 
 # At a time: threads wait for Python's lock between pieces, so that small ones keep each other waiting.
 COPIED_ELEMENTS = 1 << 21  # of what is stored as it is
-INTEGER_ELEMENTS = 1 << 20  # of what becomes integers; of what becomes other formats quantizers.RUN_ELEMENTS
+INTEGER_ELEMENTS = 1 << 22  # of what becomes integers; of what becomes other formats quantizers.RUN_ELEMENTS
 INTEGERS = ("wint4", "wint8")
 # Of memory for one element of a piece, at most: the values, what quantizers make of them, and the stored bytes.
-PIECE_BYTES = 40
+PIECE_BYTES, INTEGER_PIECE_BYTES = 40, 24
 # Bits of a float without its sign, as an integer of its size, and the smallest of them that is no number.
 _MAGNITUDES = {
     torch.bfloat16: (torch.int16, 0x7FFF, 0x7F80),
@@ -71,7 +71,9 @@ def memory_of(job: Job) -> int:
     """Bytes of memory that converting a job takes at most."""
     segment = job.segment
     shape = segment.x.shape if isinstance(segment, Quantize) else segment.shape
-    return max(last - first for first, last in pieces(segment)) * math.prod(shape[1:]) * PIECE_BYTES
+    integers = isinstance(segment, Quantize) and segment.parsed.kind in INTEGERS
+    elements = max(last - first for first, last in pieces(segment)) * math.prod(shape[1:])
+    return elements * (INTEGER_PIECE_BYTES if integers else PIECE_BYTES)
 
 
 def _round(job: Job, segment: Quantize, read: Read, write: Write, advance: Callable[[int], None]) -> Errors:
