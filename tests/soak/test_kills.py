@@ -33,6 +33,8 @@ def test_kills_at_any_moment(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=120)
         killed += process.returncode == -signal.SIGKILL
+        if process.returncode != -signal.SIGKILL:
+            seconds *= 0.8  # the machine was busier at first
         if engine.exists():  # killed right after it was moved there, its journal is still in it
             assert {name: sha for name, sha in hashes(engine).items() if name != ".journal"} == whole
         for manifest in folder.rglob("manifest.json"):
