@@ -42,7 +42,8 @@ def dump_json(data: Any) -> bytes:
 def read_json(path: Path, where: str) -> Any:
     """Parse a file; raises DscError naming `where` for a missing file, bad JSON, NaN or a key that stands twice."""
     try:
-        return json.loads(path.read_bytes(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        content = path.read_bytes()
+        return json.loads(content, object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite)
     except OSError as error:
         raise DscError("cannot be read", where=where, got=error.strerror or str(error)) from error
     except (ValueError, RecursionError) as error:
@@ -67,7 +68,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not a number that JSON has")
+    raise ValueError(f"{text} is no number that can be kept")
+
+
+def _finite(text: str) -> float:
+    """Python reads 1e999 as infinity, which cannot be written again."""
+    value = float(text)
+    return value if math.isfinite(value) else _refuse_constant(text)  # type: ignore[no-any-return]
 
 
 def _default(field: Field[Any]) -> Any:

@@ -71,6 +71,8 @@ def test_damaged_files_are_read_or_refused(target: tuple[Path, Target], number: 
         ("recipe", b"".join(b" " * i + b"a:\n" for i in range(30)), "the file nests too deeply"),
         ("recipe", b"#" * 1_000_001, "the file is too long"),
         ("config", b"[" * 100_000, "is not valid JSON"),
+        ("config", b'{"a": 1e999}', "1e999 is no number that can be kept"),
+        ("manifest", b'{"schema_version": 1, "a": [-1e999]}', "-1e999 is no number that can be kept"),
         ("index", b'{"weight_map": {"a": "../a.safetensors"}}', "wanted  a .safetensors file beside the index"),
         ("index", b'{"weight_map": {"a": "%s.safetensors"}}' % (b"x" * 300), "cannot be read"),
         ("index", b'{"weight_map": {"a": "\\u001b[2J.safetensors"}}', "\\x1b[2J.safetensors: is missing"),
