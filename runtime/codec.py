@@ -74,7 +74,7 @@ def _refuse_constant(text: str) -> Any:
 def _finite(text: str) -> float:
     """Python reads 1e999 as infinity, which cannot be written again."""
     value = float(text)
-    return value if math.isfinite(value) else _refuse_constant(text)  # type: ignore[no-any-return]
+    return value if math.isfinite(value) else _refuse_constant(text)
 
 
 def _default(field: Field[Any]) -> Any:
