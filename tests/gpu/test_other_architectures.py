@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.compare import compare
+from support.moe_rows import check_moe_rows
 from support.op_cases import CASES, Draw, formats_of, model_widths
 from support.sample_cases import differences
 
@@ -38,7 +39,11 @@ def check(op: str, format_: str, dtype: torch.dtype, tokens: int, arch: str) -> 
         assert differences(got, tuple(want.values())) == []
         return
     for name, value in got.items():
-        compare(case, name, value, want[name], dtype, f"dsc.{op}.{name}, {tokens} tokens, {format_}, {dtype}, {arch}")
+        what = f"dsc.{op}.{name}, {tokens} tokens, {format_}, {dtype}, {arch}"
+        if op == "Moe":
+            check_moe_rows(value, want[name], case.operands, what)
+        else:
+            compare(case, name, value, want[name], dtype, what)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100a"])

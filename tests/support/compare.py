@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from dsc.plugins.latent_cache import cache_rows
-from support.moe_rows import check_moe_rows
 from support.op_cases import Case
 from support.tolerances import check_rows
 
@@ -20,9 +19,7 @@ def compare(case: Case, name: str, got: torch.Tensor, want: torch.Tensor, dtype:
         width = int(case.attributes["latent"]) + int(case.attributes["rope"])
         got, want = (cache_rows(cache, str(case.attributes["cache_dtype"]), width) for cache in (got, want))
     assert got.dtype == want.dtype, what
-    if kind == "moe":
-        check_moe_rows(got, want, case.operands, what)
-    elif want.is_floating_point():
+    if want.is_floating_point():
         check_rows(got, want, kind, computed_in, what)
     else:
         assert torch.equal(got, want), f"{what}: {int((got != want).sum())} of {want.numel()} differ"
