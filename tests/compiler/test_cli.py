@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import subprocess
@@ -269,13 +268,7 @@ def test_ctrl_c_ends_a_text_without_a_traceback(engine: Path, tmp_path: Path) ->
     process = start(*command, cwd=tmp_path)
     assert process.stdout is not None
     assert process.stdout.read(6).startswith(b"def ")
-    # Python loses an interrupt that comes within a finalizer. Pressed again where nothing happens, as a person would.
-    for _ in range(3):
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=1.5)
-            break
+    process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode != 0, stderr
-    assert stderr.strip().endswith(b"Aborted!"), stderr
-    assert b"Traceback" not in stderr or b"Exception ignored" in stderr, stderr
+    assert process.returncode != 0
+    assert stderr.strip() == b"Aborted!"

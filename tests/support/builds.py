@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -62,12 +63,22 @@ def refusal(*arguments: str | Path, stdin: str | bytes | None = None) -> str:
     return result.stderr
 
 
+def hear_interrupts() -> None:
+    """Undo what a shell does to a job in the background: it ignores SIGINT, and so would whatever the tests start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def start(*arguments: str | Path, cwd: Path, **options: Any) -> subprocess.Popen[bytes]:
     """`dsc ARGUMENTS` in a process of its own, for kills and limits."""
     command = [sys.executable, "-m", "dsc.compiler.cli", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+        command,
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **{"preexec_fn": hear_interrupts, **options},
     )
 
 
