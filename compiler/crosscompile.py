@@ -51,10 +51,14 @@ def identity(source: Source, chip: Arch) -> dict[str, Any]:
 
 
 def dots_of(source: Source, chip: Arch) -> tuple[Dot, ...]:
-    """The products of tiles that a source asks for, each once: `tl.dot`s, or the instructions named in CUDA C++."""
+    """The products of tiles that a source asks for, each once: `tl.dot`s, or the instructions that CUDA C++ and the headers
+    beside it name.
+    """
     if isinstance(source, CudaSource):
         folder = importlib.resources.files(source.module.rpartition(".")[0])
-        named = re.findall(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)\b", (folder / source.file).read_text())
+        text = (folder / source.file).read_text()
+        text += "".join((folder / name).read_text() for name in re.findall(r'^#include "(.+)"', text, re.M))
+        named = re.findall(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)\b", text)
         return tuple(Dot(0, 0, name) for name in sorted(set(named)))
     text = _compile_triton(source, chip).asm["ttir"]  # from Triton's own cache, where it compiled this before
     shapes = r"tensor<\d+x\d+x(\w+)> \* tensor<\S+> -> tensor<(\d+)x(\d+)x\w+>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,11 @@ from support import planted_kernels
 from support.engines import ROOT
 from support.gpu import _program
 
-from dsc.compiler.crosscompile import Dot
+from dsc.compiler.crosscompile import Dot, dots_of
 from dsc.compiler.kernel_check import wanted_by
 from dsc.compiler.recipe import load_recipe, parse_recipe, recipe_from_json
 from dsc.compiler.targets import Lowered, make_target
-from dsc.plugins.gpu_node import Arch, GpuNode
+from dsc.plugins.gpu_node import Arch, CudaSource, GpuNode
 from dsc.plugins.swiglu import kernel
 from dsc.runtime.errors import DscError, DscErrors
 from dsc.runtime.program import Program
@@ -77,6 +78,12 @@ def test_a_kernel_that_misses_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("rows", "warps"), [(64, 4), (32, 2)])
 def test_products_that_have_theirs(rows: int, warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     build(lambda node: [dot(node, rows, warps)], monkeypatch)
+
+
+def test_instructions_in_a_header_are_asked_for_too() -> None:
+    source = CudaSource("dsc.plugins.moe.kernel", "few_tokens.cu", "few_gate_up", ())
+    assert "mma.sync" not in (files("dsc.plugins.moe") / "few_tokens.cu").read_text()
+    assert dots_of(source, Arch("sm_90a")) == (Dot(0, 0, "mma.sync"),)
 
 
 def test_before_hopper_mma_is_the_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
