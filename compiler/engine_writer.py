@@ -20,9 +20,10 @@ from dsc.compiler.lower import lower
 from dsc.compiler.memory import memory_report
 from dsc.compiler.pipeline import PipelineReport
 from dsc.compiler.recipe import Recipe
-from dsc.compiler.staging import JOURNAL, sync
+from dsc.compiler.staging import JOURNAL
 from dsc.compiler.targets import Lowered, Target
 from dsc.runtime import codec
+from dsc.runtime.disk import sync
 from dsc.runtime.errors import DscError
 from dsc.runtime.manifest import (
     NAME,

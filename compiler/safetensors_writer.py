@@ -11,8 +11,8 @@ import torch
 from dsc.compiler.hashed_file import HashedFile, as_bytes
 from dsc.compiler.journal import Journal
 from dsc.compiler.safetensors_layout import FileLayout, Slot
-from dsc.compiler.staging import sync
 from dsc.compiler.workers import work_through
+from dsc.runtime.disk import sync
 
 
 class SafetensorsWriter:

@@ -13,6 +13,7 @@ from types import TracebackType
 
 from dsc.compiler.journal import Journal
 from dsc.runtime.artifact import looks_like_engine
+from dsc.runtime.disk import sync
 from dsc.runtime.errors import DscError
 
 JOURNAL, WEIGHTS = ".journal", "weights"
@@ -168,12 +169,3 @@ class Staging:
                 got=f"{free:,} bytes free",
                 try_="--output on another disk",
             )
-
-
-def sync(path: Path) -> None:
-    """Have a file or folder reach the disk, so that a manifest never outlives what it lists."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

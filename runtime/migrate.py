@@ -18,6 +18,7 @@ from typing import Any
 
 from dsc.runtime import codec
 from dsc.runtime.artifact import EngineFolder
+from dsc.runtime.disk import sync
 from dsc.runtime.errors import DscError
 from dsc.runtime.manifest import NAME, SCHEMA_VERSION, Manifest, other_version, version_of
 
@@ -124,7 +125,7 @@ def _written_beside(path: Path) -> Iterator[Callable[[bytes], None]]:
                 content = content[os.write(handle, content) :]
             os.fsync(handle)
             os.rename(beside, path / NAME)
-            _sync_folder(path)
+            sync(path)
         except OSError as error:
             raise _not_written(path, error) from error
 
@@ -133,14 +134,6 @@ def _written_beside(path: Path) -> Iterator[Callable[[bytes], None]]:
     finally:
         os.close(handle)
         beside.unlink(missing_ok=True)  # there only where it went wrong
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _not_written(path: Path, error: OSError) -> DscError:
