@@ -22,7 +22,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from support.gpu import Cubins, _program
+from support.gpu import Cubins, node_program
 from support.random_weights import random_weight
 
 from dsc.compiler.codegen import CubinCompiler
@@ -60,7 +60,7 @@ def lowered(
         for name, value in settings.items():
             setattr(kernel, name, value)
         compiler = CubinCompiler(Arch("sm_90a"))
-        (program,) = lower_gpu([_program("Linear", inputs, {"w_format": format_}, {"T": LIMIT})], compiler)
+        (program,) = lower_gpu([node_program("Linear", inputs, {"w_format": format_}, {"T": LIMIT})], compiler)
         return program, compiler
     finally:
         for name, value in before.items():

@@ -19,7 +19,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from support.gpu import GpuOp, _program
+from support.gpu import GpuOp, node_program
 
 from dsc.compiler.codegen import CubinCompiler
 from dsc.compiler.lower_gpu import lower_gpu
@@ -93,7 +93,7 @@ def moe_row(case: str, tokens: list[int], compile_only: bool) -> list[str]:
     row = []
     for count in tokens:
         if compile_only:
-            node = _program("Moe", {**step_of(model, count, device), **weights}, attributes, {"T": count})
+            node = node_program("Moe", {**step_of(model, count, device), **weights}, attributes, {"T": count})
             lower_gpu([node], CubinCompiler(Arch("sm_90a")))
             continue
         sets = 6 if count <= 4 else 3 if count <= 64 else 1
@@ -115,7 +115,7 @@ def router_row(tokens: list[int], compile_only: bool) -> list[str]:
         slots = torch.arange(count, dtype=torch.int32)
         inputs = {"x": torch.randn(count, 7168).bfloat16(), "w": w, "bias": bias, "slots": slots}
         if compile_only:
-            lower_gpu([_program("Router", inputs, attributes, {"T": count})], CubinCompiler(Arch("sm_90a")))
+            lower_gpu([node_program("Router", inputs, attributes, {"T": count})], CubinCompiler(Arch("sm_90a")))
             continue
         row.append(
             f"{seconds([GpuOp('Router', inputs | {'w': w + i}, attributes, bounds={'T': count}) for i in range(32)]) * 1e6:.1f}"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import planted_kernels
 from support.engines import ROOT
-from support.gpu import _program
+from support.gpu import node_program
 
 from dsc.compiler.crosscompile import Dot, dots_of
 from dsc.compiler.kernel_check import wanted_by
@@ -39,7 +39,7 @@ def build(
     """A Swiglu node that is lowered to `steps(node)`, prepared as a build prepares it."""
     monkeypatch.setattr(kernel, "lower", lambda node: (Variant(tuple(steps(node))),))
     values = torch.empty(64, 64, dtype=torch.bfloat16)
-    programs = [_program("Swiglu", {"gate": values, "up": values}, {}, {})]
+    programs = [node_program("Swiglu", {"gate": values, "up": values}, {}, {})]
     target = make_target(arch, allow or {})
     target.prepare(programs)
     return target, programs
@@ -126,7 +126,7 @@ def test_fp8_where_there_is_none_is_never_allowed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(kernel, "lower", lower)
     values = torch.empty(4, 256, dtype=torch.bfloat16)
     wrong = CubinCompiler(Arch("sm_90a"))
-    lowered = lower_gpu([_program("Swiglu", {"gate": values, "up": values}, {}, {})], wrong)
+    lowered = lower_gpu([node_program("Swiglu", {"gate": values, "up": values}, {}, {})], wrong)
     check_kernels(lowered, wrong, {})  # on Hopper they are as they should be
     wrong.arch, wrong.chip = Arch("sm_80"), Arch("sm_90a")
     with pytest.raises(DscError, match="kernel quantize_rows holds FP8 instructions") as caught:

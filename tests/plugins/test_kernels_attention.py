@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.gpu import _program
+from support.gpu import node_program
 
 from dsc.compiler.codegen import Built, CubinCompiler
 from dsc.compiler.cubin import instructions
@@ -24,7 +24,7 @@ def lowered(
 ) -> tuple[ProgramNode, dict[str, list[Built]]]:
     """The node with its variants, and its kernels by entry."""
     compiler = CubinCompiler(Arch(arch))
-    (program,) = lower_gpu([_program(op, inputs, attributes, bounds)], compiler)
+    (program,) = lower_gpu([node_program(op, inputs, attributes, bounds)], compiler)
     kernels: dict[str, list[Built]] = {}
     for built in compiler.built.values():
         kernels.setdefault(built.compiled.entry, []).append(built)

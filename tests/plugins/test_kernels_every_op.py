@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.gpu import _program, case_inputs
+from support.gpu import case_inputs, node_program
 from support.op_cases import CASES, Draw, formats_of, model_widths
 
 from dsc.compiler.codegen import CubinCompiler
@@ -28,7 +28,7 @@ def compiled(op: str, arch: str, format_: str, dtype: torch.dtype = torch.bfloat
         case = CASES[op](Draw(129, dtype, format_, torch.Generator().manual_seed(0)))
     compiler = CubinCompiler(Arch(arch))
     inputs, attributes = case_inputs(case)
-    (program,) = lower_gpu([_program(op, inputs, attributes, BOUNDS)], compiler)
+    (program,) = lower_gpu([node_program(op, inputs, attributes, BOUNDS)], compiler)
     check_kernels([program], compiler, {})
     launched = {step.cubin for variant in program.nodes[0].variants for step in kernels_in(variant.steps)}
     assert launched == {built.compiled.cubin for built in compiler.built.values()}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.gpu import _program
+from support.gpu import node_program
 
 from dsc.compiler.codegen import CubinCompiler
 from dsc.compiler.cubin import instructions
@@ -19,7 +19,7 @@ SMALL, R1 = (16, 4, 256, 384, 256), (256, 8, 7168, 2048, 2048)  # experts, of a 
 def lowered(op: str, inputs: dict[str, torch.Tensor], attributes: dict[str, object], arch: str):
     """The node with its variants, and what was compiled for it."""
     compiler = CubinCompiler(Arch(arch))
-    (program,) = lower_gpu([_program(op, inputs, attributes, {"T": 1024})], compiler)
+    (program,) = lower_gpu([node_program(op, inputs, attributes, {"T": 1024})], compiler)
     return program.nodes[0], compiler
 
 

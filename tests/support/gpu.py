@@ -64,7 +64,7 @@ class GpuOp:
         from dsc.runtime.cuda.executor import CudaExecutor, CudaShared
 
         self.inputs = dict(inputs)
-        program = _program(op, self.inputs, attributes, bounds or {})
+        program = node_program(op, self.inputs, attributes, bounds or {})
         compiler = hopper_compiler(arch)
         (self.program,) = lower_gpu([program], compiler)
         self.compiler = compiler
@@ -94,9 +94,10 @@ class GpuOp:
         return self.executor.calls(self.executor._pad(self.executor._letters(given)))
 
 
-def _program(
+def node_program(
     op_name: str, inputs: Mapping[str, torch.Tensor], attributes: Mapping[str, Attribute], bounds: Mapping[str, int]
 ) -> Program:
+    """A program of one node: what changes from step to step are inputs at their bounds, the rest are weights."""
     op = load_op(op_name)
     slots = op.slot_names()
     letters: dict[str, int] = {}

@@ -28,7 +28,7 @@ from dsc.runtime.expressions import LETTERS, evaluate, parse_guard
 from dsc.runtime.program import Program
 from dsc.runtime.steps import Gemm, Kernel, Matrix, Pointer, Repeat, Scalar, Step
 from support.compare import compare
-from support.gpu import POISON, _program, case_inputs
+from support.gpu import POISON, case_inputs, node_program
 from support.op_cases import CASES, Case, Draw, formats_of, model_widths
 
 FORMATS = ("bf16", "fp8", "wint8", "wint4:128", "mixed")
@@ -63,7 +63,7 @@ class InterpretedOp:
     def __init__(self, case: Case, bounds: Mapping[str, int]) -> None:
         self.inputs, attributes = case_inputs(case)
         self.sources: Any = Sources(Arch("sm_80"))
-        (self.program,) = lower_gpu([_program(case.op, self.inputs, attributes, bounds)], self.sources)
+        (self.program,) = lower_gpu([node_program(case.op, self.inputs, attributes, bounds)], self.sources)
         self.memory = {}
         for name, operand in self.program.operands.items():
             if name in self.inputs:
