@@ -3,10 +3,11 @@
     python benchmarks/peer_transformers.py [--folder /dev/shm] [--batch 1,64,256] [--context 4096] [--layers 27]
         [--attention sdpa] [--recipe v2-lite-wint4]
 
-Both have random weights N(0, 0.02), embeddings N(0, 1): transformers a bfloat16 checkpoint drawn here (31 GB), dsc engines
-of the recipe, and of the same recipe in bfloat16 throughout, built with --weights random. A decode step of the engines is
-as `dsc bench` measures it; of transformers the whole model under torch.compile (CUDA graphs: mode reduce-overhead) over a
-static cache filled with random latents, greedy token included. What cannot be measured says why.
+All have the same weights: a bfloat16 checkpoint (31 GB) of the numbers that --weights random draws, which transformers loads
+and dsc compiles by the recipe, and by the same recipe in bfloat16 throughout. First the logits of one text are compared.
+A decode step of the engines is as `dsc bench` measures it; of transformers the whole model under torch.compile (CUDA
+graphs: mode reduce-overhead) over a static cache filled with random values, greedy token included. What cannot be measured
+says why.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import argparse
 import importlib.resources
 import json
+import multiprocessing
+import os
 import shutil
 import statistics
 import subprocess
@@ -21,6 +24,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -29,55 +34,82 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 
-from dsc.compiler.model_shapes import KNOWN, first_layers, read_shape
-from dsc.compiler.tensor_names import expected_tensors
+from dsc import runtime
+from dsc.compiler.model_shapes import KNOWN
+from dsc.compiler.random_checkpoint import RandomCheckpoint
+from dsc.runtime.batch import Batch, Segment
 
 MODEL = "deepseek-ai/DeepSeek-V2-Lite-Chat"
-SHARD_BYTES = 4 << 30
-DEVIATION, EMBEDDING_DEVIATION = 0.02, 1.0
+SHARD_BYTES = 2 << 30
+TEXT_TOKENS = 256
 STEPS = 12
 DSC = (sys.executable, "-m", "dsc.compiler.cli")
 
 
-def write_checkpoint(folder: Path, layers: int, device: str) -> None:
-    """A Hugging Face checkpoint of random bfloat16 weights; norms are 1."""
-    spec, known = read_shape(MODEL)
-    config = json.loads((known / KNOWN[MODEL]).read_text())
+def write_shard(folder: Path, number: int, names: list[str], layers: int) -> None:
+    """One file of the checkpoint."""
+    torch.set_num_threads(1)
+    random = random_checkpoint(layers)
+    tensors = {name: random.read(name).to(torch.bfloat16) for name in names}
+    save_file(tensors, folder / f"model-{number:05d}.safetensors", metadata={"format": "pt"})
+
+
+def random_checkpoint(layers: int) -> RandomCheckpoint:
+    """What `dsc compile --weights random --layers` reads."""
+    return RandomCheckpoint.open(MODEL, layers=layers, mtp=False)
+
+
+def write_checkpoint(folder: Path, layers: int) -> None:
+    """A Hugging Face checkpoint of what `--weights random` draws."""
+    random = random_checkpoint(layers)
+    config = json.loads((random.folder / KNOWN[MODEL]).read_text())
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
-    torch.manual_seed(0)
-    weight_map: dict[str, str] = {}
-    shard: dict[str, torch.Tensor] = {}
-
-    def flush() -> None:
-        name = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
-        save_file(shard, folder / name, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, name))
-        shard.clear()
-
-    if layers < spec.num_layers:
-        spec = first_layers(spec, layers)
-    for name, expected in expected_tensors(spec).items():
-        deviation = EMBEDDING_DEVIATION if "embed_tokens" in name else DEVIATION
-        made = torch.randn(expected.shape, device=device, dtype=torch.bfloat16).mul_(deviation)
-        shard[name] = (made if len(expected.shape) > 1 else torch.ones_like(made)).cpu()
-        if sum(tensor.nbytes for tensor in shard.values()) > SHARD_BYTES:
-            flush()
-    flush()
+    shards: list[list[str]] = [[]]
+    held = 0
+    for name in random.names():
+        held += random.info(name).nbytes
+        if held > SHARD_BYTES:
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+    numbers = range(1, len(shards) + 1)
+    weight_map = {
+        name: f"model-{n:05d}.safetensors" for n, names in zip(numbers, shards, strict=True) for name in names
+    }
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(write_shard, repeat(folder), numbers, shards, repeat(layers)))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def start_builds(folder: Path, recipe: str, layers: int) -> dict[str, subprocess.Popen[bytes]]:
+def start_builds(folder: Path, recipe: str) -> dict[str, subprocess.Popen[bytes]]:
     """Compile the recipe, and the same in bfloat16 throughout, beside everything else."""
     text = (importlib.resources.files("dsc.recipes") / f"{recipe}.yaml").read_text()
     begin, end = text.index("  - quantize_weights:"), text.index("  - plan_memory")
     (folder / "bf16.yaml").write_text(text[:begin] + text[end:])
     builds = {}
     for name, source in ((recipe, recipe), ("bf16", str(folder / "bf16.yaml"))):
-        command = [*DSC, "compile", "--recipe", source, "--weights", "random", "--layers", str(layers), "--ranks", "1"]
+        command = [*DSC, "compile", "--recipe", source, "--model", str(folder / "checkpoint"), "--ranks", "1"]
         command += ["--output", str(folder / f"{name}.engine")]
-        builds[name] = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // 4, 1))}
+        builds[name] = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
     return builds
+
+
+def engine_logits(folder: Path, tokens: list[int]) -> torch.Tensor:
+    """Float32 [tokens, vocabulary] of a prefill."""
+    engine = runtime.load(folder)
+    size = engine.manifest.kv_cache.block_tokens
+    segment = Segment(tokens, 0, list(range(-(-len(tokens) // size))), logits=len(tokens))
+    logits = engine.forward(Batch.of([segment], size)).float().cpu()
+    return logits
+
+
+def compare(logits: torch.Tensor, want: torch.Tensor) -> str:
+    """Relative error and agreement of the choices."""
+    error = float((logits - want).norm() / want.norm())
+    top_1 = float((logits.argmax(-1) == want.argmax(-1)).float().mean())
+    return f"logits off by {error:.4f} of their norm, top-1 {top_1:.1%}"
 
 
 def bench(engine: Path, batches: list[int], context: int) -> list[dict[str, Any]]:
@@ -103,6 +135,11 @@ class Peer:
             attn_implementation=attention,
             device_map=device if device == "cuda" else None,  # which needs accelerate
         ).eval()
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """Float32 [tokens, vocabulary]."""
+        with torch.inference_mode():
+            return self.model(torch.tensor([tokens], device=self.device)).logits[0].float().cpu()
 
     def milliseconds(self, batch: int, context: int, ready: Callable[[], None]) -> float:
         """Median of a decode step of `batch` sequences, the last token of `context`.
@@ -158,16 +195,20 @@ def main() -> None:
         rows.setdefault(line, {})[batch] = found
         print(f"{time.monotonic() - begin:.0f} s: {line}, batch {batch}: {found}", flush=True)
 
-    builds = start_builds(folder, options.recipe, options.layers)
-
     def built() -> None:
         if any(build.wait() for build in builds.values()):
             raise SystemExit("an engine was not built")
 
+    builds: dict[str, subprocess.Popen[bytes]] = {}
+    text = torch.randint(0, 100_000, (TEXT_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
+    want = torch.empty(0)
     try:
-        write_checkpoint(folder / "checkpoint", options.layers, options.device)
+        write_checkpoint(folder / "checkpoint", options.layers)
+        print(f"{time.monotonic() - begin:.0f} s: checkpoint written", flush=True)
+        builds.update(start_builds(folder, options.recipe))
         for attention in options.attention.split(","):
             line, peer = f"transformers, bfloat16, {attention}", Peer(folder / "checkpoint", attention, options.device)
+            want = peer.logits(text)
             for batch in batches:
                 try:
                     note(line, batch, f"{peer.milliseconds(batch, options.context, built):.3f}")
@@ -176,6 +217,7 @@ def main() -> None:
             del peer
             torch.cuda.empty_cache()
         for name in builds:
+            print(f"dsc, {name}: {compare(engine_logits(folder / f'{name}.engine', text), want)}", flush=True)
             for point in bench(folder / f"{name}.engine", batches, options.context):
                 note(f"dsc, {name}", point["batch"], f"{point['seconds'] * 1e3:.3f}")
     finally:
