@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.engines import Sequences, compile_tiny, gpu_engine
+from support.engines import TINY_R1, Sequences, compile_tiny, compile_tiny_gpu, gpu_engine
 from support.quality import held_out
 from support.tolerances import LOGIT_GAPS
 
 from dsc import runtime
+from dsc.compiler.certify.certify import verify_engine
 from dsc.compiler.targets import TARGETS, GpuTarget
 from dsc.runtime.engine import Engine
+from dsc.runtime.sampling import SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -34,6 +36,42 @@ def test_fp32_greedy_tokens(folder: Path) -> None:
     assert [o.token_ids for o in gpu.generate(PROMPTS, drafts=1, **options)] == wanted
     for graph, executed in gpu.executed.items():
         assert executed == tuple(node["node"] for node in gpu.report["nodes"][graph]), graph
+
+
+def test_sampled_tokens_are_the_cpu_engines(folder: Path) -> None:
+    """In float32 the logits are so near that every draw falls on the same token, whatever narrows it."""
+    cpu, gpu = runtime.load(compile_tiny("tiny-r1-fp32", folder)), gpu_engine("tiny-r1-fp32", folder)
+    narrowed = (
+        {},
+        {"top_k": 20},
+        {"top_p": 0.9},
+        {"min_p": 0.05, "repetition_penalty": 1.2},
+        {"presence_penalty": 0.5},
+    )
+    params = [
+        SamplingParams(max_tokens=48, temperature=0.7 + seed / 20, seed=seed, ignore_eos=True, drafts=0,
+                       **narrowed[seed % len(narrowed)])
+        for seed in range(len(PROMPTS))
+    ]  # fmt: skip
+    wanted = [o.token_ids for o in cpu.generate(PROMPTS, params)]
+    assert [o.token_ids for o in gpu.generate(PROMPTS, params)] == wanted
+    assert [o.token_ids for o in gpu.generate(PROMPTS[:3], params[:3])] == wanted[:3]  # whatever runs beside them
+    assert len({tuple(ids) for ids in wanted}) == len(wanted)
+
+
+@pytest.mark.parametrize("name", ["fp8", "wint4"])
+def test_a_certificate_of_the_logits_on_the_gpu(name: str, folder: Path) -> None:
+    """`dsc verify --device cuda`: the engine loaded there is as far from the unquantized model as the CPU engine is."""
+    windows = {"windows": 2, "window_tokens": 256}
+    on_cpu = verify_engine(compile_tiny(f"tiny-r1-{name}", folder), **windows).end_to_end
+    found = verify_engine(compile_tiny_gpu(f"tiny-r1-{name}", folder), str(TINY_R1), device="cuda", **windows)
+    print(
+        f"{name}: KL {found.end_to_end.kl:.5f}, on the CPU {on_cpu.kl:.5f}; nats {found.end_to_end.nats:.4f}, {on_cpu.nats:.4f}"
+    )
+    assert found.device == "cuda"
+    assert found.end_to_end.kl == pytest.approx(on_cpu.kl, rel=0.25)
+    assert found.end_to_end.nats == pytest.approx(on_cpu.nats, abs=0.01)
+    assert found.end_to_end.non_finite == 0
 
 
 def logits_of(engine: Engine, texts: list[list[int]], chunk: int, phase: str) -> torch.Tensor:

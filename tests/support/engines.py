@@ -30,10 +30,15 @@ def compile_tiny(recipe: str, folder: Path) -> Path:
     return compile_engine(load_recipe(recipe), model=str(TINY_R1), output=folder / f"{recipe}.engine").folder
 
 
-def gpu_engine(recipe: str, folder: Path) -> Engine:
-    """examples/tiny-r1 as a packaged recipe has it, for Hopper GPUs, loaded."""
+def compile_tiny_gpu(recipe: str, folder: Path) -> Path:
+    """examples/tiny-r1 as a packaged recipe has it, for Hopper GPUs; returns the engine's folder."""
     loaded = load_recipe(recipe).override("sm_90a")
-    return runtime.load(compile_engine(loaded, model=str(TINY_R1), output=folder / f"{recipe}-sm_90a.engine").folder)
+    return compile_engine(loaded, model=str(TINY_R1), output=folder / f"{recipe}-sm_90a.engine").folder
+
+
+def gpu_engine(recipe: str, folder: Path) -> Engine:
+    """As `compile_tiny_gpu`, loaded."""
+    return runtime.load(compile_tiny_gpu(recipe, folder))
 
 
 def load_fp32(checkpoint: Path, folder: Path, mtp: bool) -> Engine:
