@@ -1,7 +1,7 @@
 """DeepSeek-V2-Lite's real shape, decoded by dsc and by transformers with torch.compile, in one run.
 
     python benchmarks/peer_transformers.py [--folder /dev/shm] [--batch 1,64,256] [--context 4096] [--layers 27]
-        [--attention sdpa] [--recipe v2-lite-wint4]
+        [--implementations sdpa] [--recipe v2-lite-wint4] [--peer-only]
 
 All have the same weights: a bfloat16 checkpoint (31 GB) of the numbers that --weights random draws, which transformers loads
 and dsc compiles by the recipe, and by the same recipe in bfloat16 throughout. First the logits of one text are compared.
@@ -125,14 +125,17 @@ def bench(engine: Path, batches: list[int], context: int) -> list[dict[str, Any]
 class Peer:
     """The model in transformers, its forward pass compiled."""
 
-    def __init__(self, folder: Path, attention: str, device: str) -> None:
+    def __init__(self, folder: Path, implementation: str, device: str) -> None:
+        """implementation   of attention, and with a plus of the experts: sdpa, eager+batched_mm"""
         from transformers import AutoModelForCausalLM
 
         self.device = device
+        attention, _, experts = implementation.partition("+")
         self.model = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=torch.bfloat16,
             attn_implementation=attention,
+            experts_implementation=experts or "grouped_mm",
             device_map=device if device == "cuda" else None,  # which needs accelerate
         ).eval()
 
@@ -183,7 +186,8 @@ def main() -> None:
     parser.add_argument("--batch", default="1,64,256")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=27)
-    parser.add_argument("--attention", default="sdpa", help="transformers' implementations, as sdpa,eager")
+    parser.add_argument("--implementations", default="sdpa", help="transformers': sdpa,eager+batched_mm,flex_attention")
+    parser.add_argument("--peer-only", action="store_true", help="without engines, to choose an implementation")
     parser.add_argument("--recipe", default="v2-lite-wint4")
     parser.add_argument("--device", default="cuda", help="of transformers; cpu is for trying this program out")
     options = parser.parse_args()
@@ -205,15 +209,17 @@ def main() -> None:
     try:
         write_checkpoint(folder / "checkpoint", options.layers)
         print(f"{time.monotonic() - begin:.0f} s: checkpoint written", flush=True)
-        builds.update(start_builds(folder, options.recipe))
-        for attention in options.attention.split(","):
-            line, peer = f"transformers, bfloat16, {attention}", Peer(folder / "checkpoint", attention, options.device)
+        if not options.peer_only:
+            builds.update(start_builds(folder, options.recipe))
+        for tried in options.implementations.split(","):
+            line, peer = f"transformers, bfloat16, {tried}", Peer(folder / "checkpoint", tried, options.device)
             want = peer.logits(text)
             for batch in batches:
                 try:
                     note(line, batch, f"{peer.milliseconds(batch, options.context, built):.3f}")
-                except torch.OutOfMemoryError:
-                    note(line, batch, "out of memory")
+                except Exception as error:  # noqa: BLE001
+                    note(line, batch, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
+                    torch.cuda.empty_cache()
             del peer
             torch.cuda.empty_cache()
         for name in builds:

@@ -61,7 +61,10 @@ def test_sampled_tokens_are_the_cpu_engines(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["fp8", "wint4"])
 def test_a_certificate_of_the_logits_on_the_gpu(name: str, folder: Path) -> None:
-    """`dsc verify --device cuda`: the engine loaded there is as far from the unquantized model as the CPU engine is."""
+    """`dsc verify --device cuda`: the engine loaded there is no farther from the unquantized model than the CPU engine is.
+
+    Not as far: of fp8, where a last bit tips values into the next code, two sound engines differ by 40 % in KL.
+    """
     windows = {"windows": 2, "window_tokens": 256}
     on_cpu = verify_engine(compile_tiny(f"tiny-r1-{name}", folder), **windows).end_to_end
     found = verify_engine(compile_tiny_gpu(f"tiny-r1-{name}", folder), str(TINY_R1), device="cuda", **windows)
@@ -69,7 +72,7 @@ def test_a_certificate_of_the_logits_on_the_gpu(name: str, folder: Path) -> None
         f"{name}: KL {found.end_to_end.kl:.5f}, on the CPU {on_cpu.kl:.5f}; nats {found.end_to_end.nats:.4f}, {on_cpu.nats:.4f}"
     )
     assert found.device == "cuda"
-    assert found.end_to_end.kl == pytest.approx(on_cpu.kl, rel=0.25)
+    assert found.end_to_end.kl < 1.25 * on_cpu.kl + 0.001
     assert found.end_to_end.nats == pytest.approx(on_cpu.nats, abs=0.01)
     assert found.end_to_end.non_finite == 0
 
