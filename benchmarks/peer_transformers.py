@@ -13,6 +13,7 @@ says why.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.resources
 import json
 import multiprocessing
@@ -101,8 +102,7 @@ def engine_logits(folder: Path, tokens: list[int]) -> torch.Tensor:
     engine = runtime.load(folder)
     size = engine.manifest.kv_cache.block_tokens
     segment = Segment(tokens, 0, list(range(-(-len(tokens) // size))), logits=len(tokens))
-    logits = engine.forward(Batch.of([segment], size)).float().cpu()
-    return logits
+    return engine.forward(Batch.of([segment], size)).float().cpu()
 
 
 def compare(logits: torch.Tensor, want: torch.Tensor) -> str:
@@ -116,7 +116,7 @@ def bench(engine: Path, batches: list[int], context: int) -> list[dict[str, Any]
     """Decode points of `dsc bench`."""
     command = [*DSC, "bench", str(engine), "--no-prefill", "--json", "--context", str(context)]
     done = subprocess.run(
-        [*command, "--batch", ",".join(map(str, batches))], capture_output=True, text=True, check=True
+        [*command, "--batch", ",".join(map(str, batches))], stdout=subprocess.PIPE, text=True, check=True
     )
     points: list[dict[str, Any]] = json.loads(done.stdout)["decode"]
     return points
@@ -221,9 +221,13 @@ def main() -> None:
                     note(line, batch, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
                     torch.cuda.empty_cache()
             del peer
+            torch._dynamo.reset()
+            gc.collect()
             torch.cuda.empty_cache()
         for name in builds:
             print(f"dsc, {name}: {compare(engine_logits(folder / f'{name}.engine', text), want)}", flush=True)
+            torch.cuda.empty_cache()
+            print(f"{torch.cuda.mem_get_info()[0] / 1e9:.0f} GB of the GPU free", flush=True)
             for point in bench(folder / f"{name}.engine", batches, options.context):
                 note(f"dsc, {name}", point["batch"], f"{point['seconds'] * 1e3:.3f}")
     finally:

@@ -6,7 +6,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, partial
 from os import PathLike
 from typing import Any, Unpack
 
@@ -107,6 +107,8 @@ class Engine:
             for name, model in manifest.models.items()
             if "decode" in model.phases
         }
+        # Nothing below may hold the engine itself: a deleted engine gives its memory back at once.
+        self._tokenizer = cache(partial(Tokenizer, folder.tokenizer_dir))
         generation_config = self._read_generation_config()
         self.defaults = model_defaults(generation_config)
         self.cache = self._make_cache(cache_tokens)
@@ -116,7 +118,7 @@ class Engine:
         self._loop = self._make_loop(prefix_reuse)
         self._prompts = PromptReader(
             tokenizer_dir=folder.tokenizer_dir,
-            tokenizer=lambda: self.tokenizer,
+            tokenizer=self._tokenizer,
             defaults=self.defaults,
             ends=end_tokens(generation_config, self.spec.eos_token_ids),
             vocab_size=self.spec.vocab_size,
@@ -142,10 +144,10 @@ class Engine:
         """What the compiler fused, declined and quantized, and why."""
         return self._folder.report
 
-    @cached_property
+    @property
     def tokenizer(self) -> Tokenizer:
         """Text to ids and back, and the chat template. Raises DscError if the engine has none."""
-        return Tokenizer(self._folder.tokenizer_dir)
+        return self._tokenizer()
 
     @property
     def max_drafts(self) -> int:

@@ -24,6 +24,7 @@ class CudaBackend:
     def __init__(self, folder: EngineFolder, device: str | None, gpu_memory: float | None = None) -> None:
         self.device = _find_device(folder, device)
         self._folder = folder
+        torch.cuda.empty_cache()  # what an engine deleted before has left to torch is free too
         free, _ = torch.cuda.mem_get_info(self.device)
         self._floor = 0 if gpu_memory is None else max(0, free - round(gpu_memory))  # bytes that stay free
         manifest = folder.manifest

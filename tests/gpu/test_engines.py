@@ -1,5 +1,6 @@
 """tiny-r1 on a GPU against the CPU engine of the same recipe: the same weights, other kernels."""
 
+import gc
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -57,6 +58,23 @@ def test_sampled_tokens_are_the_cpu_engines(folder: Path) -> None:
     assert [o.token_ids for o in gpu.generate(PROMPTS, params)] == wanted
     assert [o.token_ids for o in gpu.generate(PROMPTS[:3], params[:3])] == wanted[:3]  # whatever runs beside them
     assert len({tuple(ids) for ids in wanted}) == len(wanted)
+
+
+def test_a_deleted_engine_gives_its_memory_back(folder: Path) -> None:
+    """Without waiting for Python's cycle collector: the next engine wants all of it."""
+    path, free = compile_tiny_gpu("tiny-r1-wint4", folder), []
+    gc.disable()
+    try:
+        for _ in range(3):
+            engine = runtime.load(path)
+            engine.generate(PROMPTS[:4], max_tokens=8, seed=0)
+            del engine
+            torch.cuda.empty_cache()
+            free.append(torch.cuda.mem_get_info()[0])
+    finally:
+        gc.enable()
+    assert max(free[1:]) - min(free[1:]) < 64 << 20, free
+    assert free[0] - free[-1] < 64 << 20, free
 
 
 @pytest.mark.parametrize("name", ["fp8", "wint4"])

@@ -1,10 +1,12 @@
 """Engines of a real checkpoint: text does not depend on how it was computed, and faults are told before any work."""
 
+import gc
 import json
 import shutil
 import subprocess
 import sys
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -352,6 +354,20 @@ def test_load_tells_a_changed_byte(fp32_folder, tmp_path):
     with pytest.raises(DscError, match=f"the bytes of {name} changed"):
         runtime.load(copy)
     assert runtime.load(copy, verify=False).spec.num_layers == 4
+
+
+def test_a_deleted_engine_is_gone_at_once(fp32_folder):
+    """Not when Python next looks for cycles: its memory is wanted by the next one."""
+    engine = runtime.load(fp32_folder)
+    engine.generate(PROMPTS[:2], max_tokens=3)
+    engine.stream(PROMPTS[0], max_tokens=3).close()
+    parts = [weakref.ref(part) for part in (engine, engine.backend, engine.cache, engine.programs["main.decode"])]
+    gc.disable()
+    try:
+        del engine
+        assert [part() for part in parts] == [None] * len(parts)
+    finally:
+        gc.enable()
 
 
 def test_without_a_tokenizer_token_ids_still_work(wint4_folder, tmp_path):
