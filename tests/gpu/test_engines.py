@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,8 @@ def test_sampled_tokens_are_the_cpu_engines(folder: Path) -> None:
 
 
 def test_a_deleted_engine_gives_its_memory_back(folder: Path) -> None:
-    """Without waiting for Python's cycle collector: the next engine wants all of it."""
+    """Without waiting for Python's cycle collector: the next engine wants all of it. An engine takes over 400 MB; what
+    torch keeps for cuBLAS are 32 MiB for the stream of each."""
     path, free = compile_tiny_gpu("tiny-r1-wint4", folder), []
     gc.disable()
     try:
@@ -73,8 +75,7 @@ def test_a_deleted_engine_gives_its_memory_back(folder: Path) -> None:
             free.append(torch.cuda.mem_get_info()[0])
     finally:
         gc.enable()
-    assert max(free[1:]) - min(free[1:]) < 64 << 20, free
-    assert free[0] - free[-1] < 64 << 20, free
+    assert all(before - after < 40 << 20 for before, after in pairwise(free)), free
 
 
 @pytest.mark.parametrize("name", ["fp8", "wint4"])

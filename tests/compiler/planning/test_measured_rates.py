@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from itertools import dropwhile, takewhile
 
 import pytest
 from support.engines import ROOT
@@ -19,14 +20,18 @@ SLICE_LAYERS = 3
 BATCHES = {1, 16, 64, 128, 256}
 
 
+def table_of(heading: str) -> list[list[str]]:
+    """Cells of the first table of a section of RESULTS.md, without its head."""
+    section = next(part for part in RESULTS.split("\n## ") if part.startswith(heading))
+    lines = dropwhile(lambda line: not line.startswith("|"), section.splitlines())
+    table = takewhile(lambda line: line.startswith("|"), lines)
+    return [[cell.strip() for cell in line.strip("| ").split("|")] for line in table][2:]
+
+
 def measured_rows() -> Iterator[tuple[str, int, float]]:
     """Engine, batch and ms a step of the decode table of RESULTS.md."""
-    section = next(part for part in RESULTS.split("\n## ") if part.startswith("Decode steps on one H200"))
-    rows = [
-        [cell.strip() for cell in line.strip("| ").split("|")] for line in section.splitlines() if line.startswith("|")
-    ]
     engine = ""
-    for cells in rows[2:]:
+    for cells in table_of("Decode steps on one H200"):
         cells = cells if not cells[0].isdigit() else [engine, *cells]
         engine = cells[0] or engine
         yield engine, int(cells[1]), float(cells[2])
@@ -59,6 +64,19 @@ def test_predictions_are_within_10_percent_of_the_measured_steps(row: str) -> No
     assert set(errors) == BATCHES
     assert max(map(abs, errors.values())) < 0.1, errors
     assert not list(made.notes())  # every time is a measured one
+
+
+def test_contexts_that_no_table_has_are_within_10_percent() -> None:
+    """The steps of a run that the tables were not made from, and the predictions as RESULTS.md tells them."""
+    made, context, errors = predictor("slice, wint4 experts"), 0, []
+    for cells in table_of("Other contexts"):
+        first, *rest = cells if len(cells) == 9 else ["", *cells]
+        context = int(first.replace(",", "")) if first else context
+        found = made.decode(int(rest[0]), context).seconds * 1e3
+        assert found == pytest.approx(float(rest[6]), rel=0.02), (context, rest)
+        errors.append(found / float(rest[1]) - 1)
+    assert len(errors) == 9
+    assert max(map(abs, errors)) < 0.1, errors
 
 
 def test_prefill_is_within_10_percent() -> None:
