@@ -17,7 +17,7 @@ from dsc.compiler.certify.certify import certify_build
 from dsc.compiler.checkpoint import Checkpoint
 from dsc.compiler.config import read_config
 from dsc.compiler.emission_plan import EmissionPlan, plan_emission
-from dsc.compiler.emit import emit, gather, place, remaining_bytes, threads_for
+from dsc.compiler.emit import emit, gather, outgrows, place, remaining_bytes, threads_for
 from dsc.compiler.engine_writer import EngineContents, toolchain, weight_bytes, write_engine
 from dsc.compiler.fit import check_fit
 from dsc.compiler.graphs import make_graphs
@@ -138,6 +138,7 @@ def compile_engine(
                 checkpoint.read,
                 stage.folder,
                 expect=checkpoint.expect,
+                release=checkpoint.release if outgrows(plan, max_ram) else None,
                 threads=threads,
                 journal=stage.journal,
                 advance=progress.advance,

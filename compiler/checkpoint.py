@@ -107,6 +107,11 @@ class Checkpoint:
         info = self._tensors[name]
         self._files.expect(info.file, info.offset, info.nbytes)
 
+    def release(self, name: str) -> None:
+        """Have the system forget a tensor that will not be read again."""
+        info = self._tensors[name]
+        self._files.release(info.file, info.offset, info.nbytes)
+
     def identity(self) -> dict[str, str]:
         """What differs where a file does: name -> its size, its time of change, and a hash of what its header says."""
         entries: dict[Path, list[str]] = {path: [] for path in self._files.stamps}

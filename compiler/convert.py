@@ -13,17 +13,12 @@ from dsc.compiler.emission_plan import Job
 from dsc.compiler.evaluate import Read, Rows, evaluate, row_blocks
 from dsc.compiler.float8 import has_nan
 from dsc.compiler.ir.weight import Dequantize, Expression, Quantize
+from dsc.compiler.pieces import COPIED_ELEMENTS, INTEGER_ELEMENTS, INTEGER_PIECE_BYTES, INTEGERS, PIECE_BYTES
 from dsc.compiler.quantize import Errors, NotFiniteError, add_errors, quantize
 from dsc.compiler.round_integers import Matrix, takes_codes
 from dsc.plugins.stored import FP8_BLOCK
 from dsc.runtime.errors import DscError
 
-# At a time: threads wait for Python's lock between pieces, so that small ones keep each other waiting.
-COPIED_ELEMENTS = 1 << 21  # of what is stored as it is
-INTEGER_ELEMENTS = 1 << 22  # of what becomes integers; of what becomes other formats quantizers.RUN_ELEMENTS
-INTEGERS = ("wint4", "wint8")
-# Of memory for one element of a piece, at most: the values, what quantizers make of them, and the stored bytes.
-PIECE_BYTES, INTEGER_PIECE_BYTES = 40, 24
 # Bits of a float without its sign, as an integer of its size, and the smallest of them that is no number.
 _MAGNITUDES = {
     torch.bfloat16: (torch.int16, 0x7FFF, 0x7F80),

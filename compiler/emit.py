@@ -6,7 +6,6 @@ What is done is kept in a journal, so that a build that was cut short can be gon
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,15 +18,14 @@ from dsc.compiler.ir.graph import Graph, is_weight
 from dsc.compiler.ir.simplify import verdict
 from dsc.compiler.ir.weight import Placement, WeightValues
 from dsc.compiler.journal import Journal
+from dsc.compiler.pieces import THREAD_BYTES, threads_wanted
 from dsc.compiler.quantize import Errors
-from dsc.compiler.ram import threads_within
+from dsc.compiler.ram import machine_bytes, threads_within
 from dsc.compiler.safetensors_writer import SafetensorsWriter
 from dsc.compiler.weight_record import Outcome, WeightRecord, make_record
 from dsc.compiler.workers import work_through
 
-SYNC_SECONDS = 5.0
-THREADS_MAX = 8  # more wait for Python's lock
-_THREAD_BYTES = 8 << 20  # of a thread, beside a piece and what is made of it
+SYNC_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -66,6 +64,7 @@ def emit(
     folder: Path,
     *,
     expect: Callable[[str], None] = lambda name: None,
+    release: Callable[[str], None] | None = None,
     threads: int = 1,
     journal: Journal | None = None,
     advance: Callable[[int], None] = lambda num_bytes: None,
@@ -73,13 +72,14 @@ def emit(
     """Write the plan's files into a folder.
 
     read     source tensors, see `evaluate`; `expect` hears of those that will be read soon
+    release  hears of those that are done with; what is written leaves the system's cache too then
     journal  jobs and files it knows are not done again
     advance  is told of source bytes as they are done with
     raises   DscError naming a weight that holds NaN or infinity; OSError
     """
     journal = journal or Journal()
     _forget_what_is_gone(plan, journal, folder)
-    with SafetensorsWriter(folder, plan.layouts, journal) as files, _Syncing(files) as syncing:
+    with SafetensorsWriter(folder, plan.layouts, journal, release is not None) as files, _Syncing(files) as syncing:
         _tell_what_lies_there(plan, journal, files)
         todo = [number for number in range(len(plan.jobs)) if number not in journal.jobs]
         following = dict(zip(todo, todo[threads:], strict=False))
@@ -90,6 +90,8 @@ def emit(
                     expect(source.name)
             syncing.check()
             journal.add_job(number, convert(plan.jobs[number], read, files.write, advance))
+            for source in plan.jobs[number].sources if release else ():
+                release(source.name)
 
         work_through(todo, work, threads)
         tensor_sha256, file_sha256 = files.finish(threads)
@@ -101,14 +103,18 @@ def remaining_bytes(plan: EmissionPlan, journal: Journal) -> int:
     return sum(job.source_bytes for number, job in enumerate(plan.jobs) if number not in journal.jobs)
 
 
+def outgrows(plan: EmissionPlan, max_ram: int | None) -> bool:
+    """Whether source and engine are more than the memory to keep to, and so shall not stay in the system's cache."""
+    return plan.source_bytes + plan.file_bytes > (machine_bytes() // 4 if max_ram is None else max_ram)
+
+
 def threads_for(plan: EmissionPlan, max_ram: int | None) -> int:
     """Threads that keep a build within `max_ram` bytes from now on; DscError where not even one does.
 
     Without it, those that fit a quarter of the machine, and one in any case.
     """
-    thread_bytes = max((memory_of(job) for job in plan.jobs), default=0) + _THREAD_BYTES
-    wanted = min(len(os.sched_getaffinity(0)), THREADS_MAX)
-    return threads_within(max_ram, thread_bytes, wanted)
+    thread_bytes = max((memory_of(job) for job in plan.jobs), default=0) + THREAD_BYTES
+    return threads_within(max_ram, thread_bytes, threads_wanted())
 
 
 class _Syncing:

@@ -79,6 +79,11 @@ class HashedFile:
         """Have the written bytes reach the disk."""
         os.fdatasync(self._handle)
 
+    def release(self) -> None:
+        """Have the system forget what is on the disk and will not be read back."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._handle, 0, self._hashed, os.POSIX_FADV_DONTNEED)
+
     def close(self) -> None:
         os.close(self._handle)
 

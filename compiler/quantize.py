@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from dsc.compiler.float8 import e4m3_to_float32
+from dsc.compiler.pieces import RUN_ELEMENTS
 from dsc.compiler.round_integers import (
     BUFFERS,
     LARGEST_STEP,
@@ -33,7 +34,6 @@ from dsc.compiler.round_integers import (
 from dsc.plugins.formats import Format
 from dsc.plugins.stored import FP8_BLOCK, FP8_MAX
 
-RUN_ELEMENTS = 1 << 18
 SAMPLED_ELEMENTS, SAMPLED_RUNS = 1 << 19, 8
 GRIDS = ("-7..7", "-8..7")
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float8_e4m3fn", "int8", "uint8")}
@@ -116,10 +116,10 @@ def quantize(x: torch.Tensor | Matrix, format_: Format, grid: str = "") -> Quant
     if format_.kind == "wint4":
         grid = grid or choose_grid(matrix.shape, format_, matrix.rows)
         rounded = _round_integers(matrix, format_, grid)
-        return Quantized({"data": _pack(rounded.codes), "scales": rounded.scales}, _errors_of(rounded, grid))
+        return Quantized({"data": rounded.data, "scales": rounded.scales}, _errors_of(rounded, grid))
     if format_.kind == "wint8":
         rounded = _round_integers(matrix, format_)
-        return Quantized({"data": rounded.codes.clone(), "scales": rounded.scales.squeeze(-1)}, _errors_of(rounded))
+        return Quantized({"data": rounded.data, "scales": rounded.scales.squeeze(-1)}, _errors_of(rounded))
     assert matrix.scales is None, format_
     return _quantize_floats(matrix.values, format_)
 
@@ -133,7 +133,7 @@ def choose_grid(shape: Sequence[int], format_: Format, rows_of: Callable[[tuple[
     sample, counts = join(runs), [run.shape[0] for run in runs]
     squares = {}
     for grid in GRIDS:
-        rows = _round_integers(sample, format_, grid).squares
+        rows = _round_integers(sample, format_, grid, errors_only=True).squares
         squares[grid] = math.fsum(math.fsum(run.tolist()) for run in torch.split(rows, counts))
     return min(GRIDS, key=squares.__getitem__)
 
@@ -148,9 +148,9 @@ def sampled_rows(shape: Sequence[int]) -> list[tuple[int, int]]:
     return [(start, start + count) for start in starts]
 
 
-def _round_integers(matrix: Matrix, format_: Format, grid: str = "") -> Rounded:
+def _round_integers(matrix: Matrix, format_: Format, grid: str = "", errors_only: bool = False) -> Rounded:
     low = {"": -127, "-7..7": -7, "-8..7": -8}[grid]
-    rounded = round_integers(matrix, format_.group if grid else matrix.shape[1], low)
+    rounded = round_integers(matrix, format_.group if grid else matrix.shape[1], low, errors_only)
     if not rounded.finite:
         raise NotFiniteError("NaN or infinity")
     return rounded
@@ -172,13 +172,6 @@ def _errors(
 
 def _errors_of(made: Rounded, grid: str = "") -> Errors:
     return _errors(made.squares, made.norms, made.saturated, made.zero_groups, grid)
-
-
-def _pack(codes: torch.Tensor) -> torch.Tensor:
-    """int8 [..., K] in -8..7, which are overwritten -> uint8 [..., K/2], the low nibble the even k. Two at a time, as an int16."""
-    nibbles = codes.view(torch.int16).bitwise_and_(0x0F0F)
-    high = torch.bitwise_right_shift(nibbles, 4, out=BUFFERS.take("nibbles", nibbles.shape, torch.int16))
-    return high.bitwise_or_(nibbles).to(torch.uint8)
 
 
 def _quantize_floats(x_NK: torch.Tensor, format_: Format) -> Quantized:

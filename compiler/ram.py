@@ -6,10 +6,10 @@ import os
 import re
 from pathlib import Path
 
+from dsc.compiler.pieces import SLACK_BYTES
 from dsc.runtime.errors import DscError
 
 UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
-_SLACK_BYTES = 64 << 20  # what comes and goes beside the pieces of weights
 
 
 def parse_bytes(text: str) -> int:
@@ -65,7 +65,7 @@ def threads_within(max_ram: int | None, thread_bytes: int, wanted: int) -> int:
 
     Without `max_ram` a quarter of the machine is kept to where that is possible.
     """
-    there = resident_bytes() + _SLACK_BYTES
+    there = resident_bytes() + SLACK_BYTES
     threads = ((machine_bytes() // 4 if max_ram is None else max_ram) - there) // thread_bytes
     if threads < 1 and max_ram is not None:
         need = there + thread_bytes

@@ -81,6 +81,9 @@ class RandomCheckpoint:
     def expect(self, name: str) -> None:
         """Nothing is to be fetched."""
 
+    def release(self, name: str) -> None:
+        """Nothing was fetched."""
+
     def identity(self) -> dict[str, str]:
         """The seed; shapes are in the spec."""
         return {"the seed": str(self._seed)}

@@ -29,7 +29,7 @@ SUMMED_COLUMNS = 128
 LARGEST_STEP, SMALLEST_STEP = 2.0**40, 2.0**-40
 SMALLEST_EXPONENT = -125  # of a row: that of SMALLEST_SCALE; one over a smaller power of two is infinity
 _SCALES_BELOW = 2.0**100  # so that a scale times HALF_EXPONENT is finite
-_COUNTED = 128  # of which a byte holds the count
+_COUNTED = 8  # bytes with bit 4 set, or not, whose sum is below 256
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ def join(matrices: Sequence[Matrix]) -> Matrix:
 
 @dataclass(frozen=True)
 class Rounded:
-    """Codes, one a byte, in memory that the thread's next call takes again; scales as stored; each row's squares of errors and of values, in float64; see `Errors`.
+    """Data and scales as stored; each row's squares of errors and of values, in float64; see `Errors`.
 
     finite  False where the matrix holds NaN or infinity, and all else means nothing
     """
 
-    codes: torch.Tensor
+    data: torch.Tensor
     scales: torch.Tensor
     squares: torch.Tensor
     norms: torch.Tensor
@@ -106,10 +106,11 @@ def takes_codes(scales: torch.Tensor, columns: int) -> bool:
     return columns % FP8_BLOCK == 0 and bool(((scales >= 0) & (scales < _SCALES_BELOW)).all())
 
 
-def round_integers(matrix: Matrix, group: int, low: int) -> Rounded:
+def round_integers(matrix: Matrix, group: int, low: int, errors_only: bool = False) -> Rounded:
     """Codes from `low` (-7 or -8: to 7; -127: to 127) in groups of `group` columns.
 
     A step is that of dsc.compiler.quantize.quantize, rounded to bfloat16; a code is its value over that, rounded to even.
+    Of -7 and -8 two codes go into a byte, the even column in the low nibble. With `errors_only` data and norms are empty.
     """
     rows, columns = matrix.shape
     high_Ng, low_Ng = _extremes(matrix, group)
@@ -121,9 +122,8 @@ def round_integers(matrix: Matrix, group: int, low: int) -> Rounded:
     scales_Ng = widest_Ng.masked_fill(empty_Ng, 1.0).to(torch.bfloat16)
     largest_N = widest_Ng.amax(-1)
     nothing = torch.empty(0)
-    codes = BUFFERS.take("bytes", (rows, columns), torch.int8)
     if not bool(np.isfinite(largest_N.numpy()).all()):
-        return Rounded(codes, scales_Ng, nothing, nothing, finite=False)
+        return Rounded(nothing, scales_Ng, nothing, nothing, finite=False)
 
     powers_N, units_N = nothing, None
     if float(largest_N.max()) > LARGEST_STEP or float(largest_N.min()) < SMALLEST_STEP:
@@ -133,22 +133,22 @@ def round_integers(matrix: Matrix, group: int, low: int) -> Rounded:
     step = min(max(RUN_ELEMENTS // columns, 1), rows)
     values, ratios, rounded = (BUFFERS.take(name, (step, columns)) for name in ("values", "ratios", "codes"))
     bits = BUFFERS.take("bits", (step, columns), torch.int16)
+    wide = BUFFERS.take("bytes", (step, columns), torch.int8)
     squares, norms = (BUFFERS.take(n, (rows, math.gcd(columns, SUMMED_COLUMNS))) for n in ("squares", "norms"))
-    _go_through(
+    packed = low in (-7, -8)
+    width = 0 if errors_only else columns // 2 if packed else columns
+    data = torch.empty((rows, width), dtype=torch.uint8 if packed else torch.int8)
+    saturated = _go_through(
         matrix.values if matrix.scales is None else matrix.values.view(torch.int8),
         nothing if matrix.scales is None else matrix.scales.mul(HALF_EXPONENT).unsqueeze(-1),
-        scales_Ng.float().unsqueeze(-1), powers_N, low, step, codes, squares, norms,
-        values, ratios, rounded, bits, bits.view(torch.float16),
+        scales_Ng.float().unsqueeze(-1), powers_N, low, step, data, squares, norms,
+        values, ratios, rounded, bits, bits.view(torch.float16), wide, wide.view(torch.uint8),
+        wide.view(torch.int16) if packed else bits,
     )  # fmt: skip
-    squares_N, norms_N = add_up(squares), add_up(norms)
+    squares_N, norms_N = add_up(squares), nothing if errors_only else add_up(norms)
     if units_N is not None:
-        squares_N, norms_N = squares_N * units_N, norms_N * units_N
-    saturated = 0
-    if low == -8:
-        wide = codes
-        codes = torch.clamp(wide, -8, 7, out=BUFFERS.take("cut bytes", (rows, columns), torch.int8))
-        saturated = _count(torch.ne(wide, codes, out=BUFFERS.take("flags", (rows, columns), torch.bool)))
-    return Rounded(codes, scales_Ng, squares_N, norms_N, saturated, int(np.count_nonzero(empty_Ng.numpy())))
+        squares_N, norms_N = squares_N * units_N, norms_N if errors_only else norms_N * units_N
+    return Rounded(data, scales_Ng, squares_N, norms_N, saturated, int(np.count_nonzero(empty_Ng.numpy())))
 
 
 def _extremes(matrix: Matrix, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,14 +168,6 @@ def _extremes(matrix: Matrix, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     return (high, low) if group == width else (high.amax(-1, True), low.amin(-1, True))
 
 
-def _count(flags: torch.Tensor) -> int:
-    """How many of [N, K] are set: several times as fast as torch.count_nonzero."""
-    flat = flags.view(torch.uint8).view(-1)
-    whole = len(flat) // _COUNTED * _COUNTED
-    counted = int(flat[:whole].view(_COUNTED, -1).sum(0, dtype=torch.uint8).sum()) if whole else 0
-    return counted + int(flat[whole:].sum())
-
-
 def _go_through(
     x: torch.Tensor,
     scales: torch.Tensor,
@@ -191,27 +183,30 @@ def _go_through(
     rounded: torch.Tensor,
     bits: torch.Tensor,
     halves: torch.Tensor,
+    wide: torch.Tensor,
+    unsigned: torch.Tensor,
+    pairs: torch.Tensor,
     keep: int = SIGN_AND_VALUE,
     block: int = FP8_BLOCK,
-) -> None:
-    """Fill `out` with codes, not yet cut to 7, and `squares` and `norms` with sums of squares, a few columns for each row.
+    counted: int = _COUNTED,
+) -> int:
+    """Fill `out` with codes, two a byte of -7 and -8, and `squares` and `norms` with sums of squares, a few columns for each row.
 
     x       float32 [N, K], or e4m3 codes as int8 where `scales` are not empty: [N, B, 1], HALF_EXPONENT times what is meant
     steps   [N, g, 1]; rows are measured in `powers` [N] where those are not empty
-    step    rows at a time, for which `values` to `halves` are memory; `halves` is `bits` as float16
+    step    rows at a time, for which `values` to `pairs` are memory: `halves` is `bits` as float16, `unsigned` and `pairs` are `wide` as
+            uint8 and as int16
+    out     without elements: only `squares` are wanted
+    returns how many codes were cut
     """
-    rows, num_groups = x.shape[0], steps.shape[1]
+    rows, num_groups, cut = x.shape[0], steps.shape[1], 0
     for first in range(0, rows, step):
         last = min(first + step, rows)
         count = last - first
         if count < step:
-            values, ratios, rounded, bits, halves = (
-                values[:count],
-                ratios[:count],
-                rounded[:count],
-                bits[:count],
-                halves[:count],
-            )
+            values, ratios, rounded = values[:count], ratios[:count], rounded[:count]
+            bits, halves, wide = bits[:count], halves[:count], wide[:count]
+            unsigned, pairs = unsigned[:count], pairs[:count]
         if x.dtype == torch.int8:  # as e4m3_to_float32 in float8.py, the exponent's correction being in the scales
             bits.copy_(x[first:last]).bitwise_left_shift_(7).bitwise_and_(keep)
             values.copy_(halves)
@@ -223,17 +218,36 @@ def _go_through(
         torch.div(groups, steps_of, out=ratios.view(count, num_groups, -1))
         torch.round(ratios, out=rounded)
         # -7..7: no scale's rounding makes an 8 of a 7. -127..127: at most 127.25 comes of it.
-        out[first:last].copy_(rounded)
-        if low == -8:
-            rounded.clamp_(-8, 7)
+        if out.numel() == 0:
+            if low == -8:
+                rounded.clamp_(-8, 7)
+        elif low == -127:
+            out[first:last].copy_(rounded)
+        else:
+            wide.copy_(rounded)
+            if low == -8:
+                # Plus 8, codes are 0 to 15, and those to be cut 16 or -1, which bit 4 tells; nibbles differ by bit 3.
+                wide.add_(8)
+                flags = unsigned.bitwise_and(16).view(-1)
+                if flags.numel() % counted == 0:
+                    flags = torch.sum(flags.view(counted, -1), [0], dtype=torch.uint8)
+                cut += int(torch.sum(flags)) // 16
+                wide.clamp_(0, 15)
+                pairs.bitwise_xor_(0x0808)
+                rounded.clamp_(-8, 7)
+            else:
+                pairs.bitwise_and_(0x0F0F)
+            out[first:last].copy_((pairs >> 4).bitwise_or_(pairs))
         errors = ratios.sub_(rounded).view(count, num_groups, -1)
         if powers.numel() > 0:
             power = powers[first:last].view(-1, 1, 1)
             groups, steps_of = groups / power, steps_of / power
         errors.mul_(steps_of).square_()
         torch.sum(errors.view(count, -1, squares.shape[1]), [1], out=squares[first:last])
-        torch.square(groups, out=errors)
-        torch.sum(errors.view(count, -1, norms.shape[1]), [1], out=norms[first:last])
+        if out.numel() > 0:
+            torch.square(groups, out=errors)
+            torch.sum(errors.view(count, -1, norms.shape[1]), [1], out=norms[first:last])
+    return cut
 
 
 with warnings.catch_warnings():

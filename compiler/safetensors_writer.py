@@ -18,11 +18,12 @@ from dsc.runtime.disk import sync
 class SafetensorsWriter:
     """`with SafetensorsWriter(folder, layouts, journal) as files: files.write(...); files.finish()`.
 
-    journal  files it knows as finished are left as they are; the others are opened as they lie there
+    journal   files it knows as finished are left as they are; the others are opened as they lie there
+    released  what is on the disk leaves the system's cache
     """
 
-    def __init__(self, folder: Path, layouts: Sequence[FileLayout], journal: Journal) -> None:
-        self._folder, self._layouts, self._journal = folder, layouts, journal
+    def __init__(self, folder: Path, layouts: Sequence[FileLayout], journal: Journal, released: bool = False) -> None:
+        self._folder, self._layouts, self._journal, self._released = folder, layouts, journal, released
         self._files: dict[str, HashedFile] = {}
         self._slots: dict[str, tuple[str, Slot]] = {
             slot.name: (layout.location, slot) for layout in layouts for slot in layout.slots
@@ -62,6 +63,8 @@ class SafetensorsWriter:
         mark = self._journal.mark()
         for file in list(self._files.values()):
             file.sync()
+            if self._released:
+                file.release()
         for folder in sorted({(self._folder / layout.location).parent for layout in self._layouts}):
             sync(folder)
         self._journal.synced(mark)

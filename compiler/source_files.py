@@ -50,6 +50,11 @@ class SourceFiles:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._handle(path), offset, nbytes, os.POSIX_FADV_WILLNEED)
 
+    def release(self, path: Path, offset: int, nbytes: int) -> None:
+        """Have the system forget bytes that will not be read again: its cache has room for others then."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._handle(path), offset, nbytes, os.POSIX_FADV_DONTNEED)
+
     def check(self) -> None:
         """Raise DscError with every file that is not as it was."""
         raise_all("the source", [fault for path in self.stamps if (fault := self._fault(path))])

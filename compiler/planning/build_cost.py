@@ -1,7 +1,8 @@
 """What building an engine takes: disk, memory, and the processor's time for its weights.
 
-Rates are of one core of an Intel Xeon (2 cores, torch 2.13, one thread), measured on 2026-11-29 with
-`dsc.compiler.convert` on 512 x 7168 matrices; a machine's own disk may be slower than they are.
+Rates are of one of two cores of an Intel Xeon (torch 2.13), from whole builds on 2026-11-30 with the checkpoint out of the
+page cache: an FP8 one of R1's shapes (7.9 GB), a bfloat16 one of V2-Lite's (4.5 GB). Builds there took 13 to 57 s; a day
+before, another machine was a fifth faster.
 """
 
 from __future__ import annotations
@@ -11,50 +12,60 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dsc.compiler.pieces import (
+    COPIED_ELEMENTS,
+    INTEGER_ELEMENTS,
+    INTEGER_PIECE_BYTES,
+    INTEGERS,
+    PIECE_BYTES,
+    RUN_ELEMENTS,
+    SLACK_BYTES,
+    THREAD_BYTES,
+    THREADS_MAX,
+    threads_wanted,
+)
 from dsc.compiler.planning.weights import PlannedWeight
 from dsc.runtime.spec import ModelSpec
 
-# (source, stored) -> values a second and core; what is not here is copied.
+# (source, stored) -> values read and rounded, a second and core; what is not here is copied.
 RATES = {
-    ("fp8", "wint4"): 123e6, ("fp8", "wint8"): 214e6, ("fp8", "bf16"): 156e6, ("fp8", "fp32"): 156e6,
-    ("bf16", "wint4"): 142e6, ("bf16", "wint8"): 248e6, ("bf16", "fp8"): 164e6,
+    ("fp8", "wint4"): 217e6, ("fp8", "wint8"): 267e6, ("fp8", "bf16"): 92e6, ("fp8", "fp32"): 92e6,
+    ("bf16", "wint4"): 190e6, ("bf16", "wint8"): 340e6, ("bf16", "fp8"): 81e6,
 }  # fmt: skip
-COPIED = 3800e6
-HASHED_BYTES = 1.2e9  # a second and core, sha256; stored bytes are hashed for their tensor and for their file
+COPIED_BYTES = 560e6  # read and looked through for NaN, a second and core
+WRITTEN_BYTES = 625e6  # a second and core: written, and hashed for their tensor and for their file
 LINEAR = ("experts", "attention", "kv_b", "dense_mlp", "shared_experts")  # what an FP8 checkpoint stores as FP8
-THREADS_MAX = 8
 PROCESS_BYTES = 390_000_000  # Python, torch and the graphs of R1
-SLACK_BYTES = (64 + 8) << 20
-# As dsc.compiler.convert cuts its pieces: values of one at least, bytes of memory for each.
-PIECE_VALUES, VALUE_BYTES, BLOCK_ROWS = 1 << 18, 40, 128
+BLOCK_ROWS = 128
 SPARE_BYTES = 16 << 20  # graphs, programs, tokenizer and manifest
 
 
 @dataclass(frozen=True)
 class BuildCost:
-    """Bytes read, bytes of disk needed, peak memory, and seconds of conversion on `threads` cores of this machine."""
+    """Bytes read, bytes of disk needed, memory at most, and seconds of conversion on `cores` cores of this machine."""
 
     read_bytes: int
     disk_bytes: int
     ram_bytes: int
     seconds: float
-    threads: int
+    cores: int
 
 
 def build_cost(
-    spec: ModelSpec, weights: Sequence[PlannedWeight], source_bytes: int, threads: int | None = None
+    spec: ModelSpec, weights: Sequence[PlannedWeight], source_bytes: int, cores: int | None = None
 ) -> BuildCost:
-    """The cost of a build on this machine, or on `threads` cores."""
-    threads = min(threads or len(os.sched_getaffinity(0)), THREADS_MAX)
+    """The cost of a build on this machine, or on `cores` cores."""
+    threads = threads_wanted() if cores is None else min(cores + 1, THREADS_MAX)
+    cores = min(cores or len(os.sched_getaffinity(0)), THREADS_MAX)
     stored = sum(weight.nbytes for weight in weights)
     work = sum(weight.count * math.prod(weight.shape) / _rate(spec, weight) for weight in weights)
     piece = max(_piece_bytes(spec, weight) for weight in weights)
     return BuildCost(
         read_bytes=source_bytes,
         disk_bytes=stored + SPARE_BYTES,
-        ram_bytes=PROCESS_BYTES + SLACK_BYTES + threads * piece,
-        seconds=(work + 2 * stored / HASHED_BYTES) / threads,
-        threads=threads,
+        ram_bytes=PROCESS_BYTES + SLACK_BYTES + threads * (piece + THREAD_BYTES),
+        seconds=(work + stored / WRITTEN_BYTES) / cores,
+        cores=cores,
     )
 
 
@@ -66,13 +77,22 @@ def _kinds(spec: ModelSpec, weight: PlannedWeight) -> tuple[str, str]:
 
 
 def _rate(spec: ModelSpec, weight: PlannedWeight) -> float:
-    return RATES.get(_kinds(spec, weight), COPIED)
+    kinds = _kinds(spec, weight)
+    return RATES.get(kinds, COPIED_BYTES / {"fp8": 1, "bf16": 2, "fp32": 4}[kinds[0]])
 
 
 def _piece_bytes(spec: ModelSpec, weight: PlannedWeight) -> int:
     """Memory of one thread for a piece of a weight: whole rows, whole blocks where it is rounded to FP8, a table at once."""
     if weight.name.startswith("rope."):
-        return math.prod(weight.shape) * VALUE_BYTES
+        return math.prod(weight.shape) * PIECE_BYTES
     source, stored = _kinds(spec, weight)
-    rows = BLOCK_ROWS if stored == "fp8" and source != "fp8" else 1
-    return max(PIECE_VALUES, rows * weight.shape[-1]) * VALUE_BYTES
+    if stored in INTEGERS:
+        return _rows_of(INTEGER_ELEMENTS, weight, 1) * INTEGER_PIECE_BYTES
+    if (source, stored) not in RATES:
+        return _rows_of(COPIED_ELEMENTS, weight, 1) * PIECE_BYTES
+    return _rows_of(RUN_ELEMENTS, weight, BLOCK_ROWS if stored == "fp8" else 1) * PIECE_BYTES
+
+
+def _rows_of(elements: int, weight: PlannedWeight, alike: int) -> int:
+    """Elements of a piece, if the weight has as many."""
+    return min(max(elements, alike * weight.shape[-1]), math.prod(weight.shape))

@@ -19,7 +19,7 @@ from dsc.compiler import evaluate as evaluation
 from dsc.compiler.checkpoint import Checkpoint
 from dsc.compiler.config import read_config
 from dsc.compiler.emission_plan import EmissionPlan, plan_emission
-from dsc.compiler.emit import Emission, emit, gather, place, remaining_bytes
+from dsc.compiler.emit import Emission, emit, gather, outgrows, place, remaining_bytes
 from dsc.compiler.evaluate import evaluate, row_blocks
 from dsc.compiler.importer.model import import_main, import_mtp
 from dsc.compiler.ir.graph import Graph
@@ -217,6 +217,48 @@ def test_memory_is_bounded_by_a_piece(checkpoint: Checkpoint, tmp_path: Path, mo
     places = [position_in(checkpoint)(name) for name in order]
     assert places == sorted(places)
     assert len(set(announced)) > len(order)
+
+
+def in_cache(path: Path, offset: int) -> bool:
+    """Whether a byte of a file can be read without the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        return os.preadv(handle, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except BlockingIOError:
+        return False
+    except OSError as error:  # a file system that has no such question, or no disk
+        pytest.skip(f"{path.parent}: {error.strerror}")
+    finally:
+        os.close(handle)
+
+
+def test_what_is_done_with_leaves_the_cache(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Sources after the last job that reads them, what is written once it is on the disk; the bytes stay the same."""
+    plan, order = plan_of(stored(gather(graphs_of(checkpoint)), FORMATS), checkpoint), []
+
+    def read(name: str, rows: slice | None) -> torch.Tensor:
+        order.append(("read", name))
+        return checkpoint.read(name, rows)
+
+    def release(name: str) -> None:
+        order.append(("release", name))
+        checkpoint.release(name)
+
+    kept = emit(plan, checkpoint.read, tmp_path / "kept")
+    released = emit(plan, read, tmp_path / "released", release=release)
+    assert hashes(kept) == hashes(released)
+    sources = {source.name for job in plan.jobs for source in job.sources}
+    last = {name: event for event, name in order}
+    assert last == dict.fromkeys(sources, "release")
+    for layout in plan.layouts:
+        assert in_cache(tmp_path / "kept" / layout.location, layout.nbytes // 2)
+        assert not in_cache(tmp_path / "released" / layout.location, layout.nbytes // 2)
+
+
+def test_builds_larger_than_their_memory_leave_the_cache(checkpoint: Checkpoint) -> None:
+    plan = plan_of(gather(graphs_of(checkpoint)), checkpoint)
+    size = plan.source_bytes + plan.file_bytes
+    assert [outgrows(plan, ram) for ram in (size - 1, size, None)] == [True, False, False]
 
 
 def test_onnx_external_data_points_at_the_bytes(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -14,13 +14,18 @@ from hypothesis import strategies as st
 from support.engines import ROOT, TINY_R1
 from support.families import make_checkpoint
 
+from dsc.compiler.build import RandomWeights
 from dsc.compiler.checkpoint import Checkpoint
 from dsc.compiler.cli import main
 from dsc.compiler.config import read_config
+from dsc.compiler.convert import memory_of
+from dsc.compiler.emission_plan import plan_emission
+from dsc.compiler.emit import gather
 from dsc.compiler.graphs import make_graphs
 from dsc.compiler.lower import lower
 from dsc.compiler.memory import memory_report
 from dsc.compiler.model_shapes import read_shape
+from dsc.compiler.pieces import THREAD_BYTES
 from dsc.compiler.planning.build_cost import build_cost
 from dsc.compiler.planning.capacity import fit, make_stages, step_memory
 from dsc.compiler.planning.gpus import GPUS
@@ -229,11 +234,20 @@ def test_the_memory_of_a_build_is_what_it_takes(tmp_path: Path) -> None:
     assert stored <= told.disk_bytes
 
 
+@pytest.mark.parametrize("name", ["r1-wint4", "r1-wint8", "r1-fp8", "v2-lite-wint4"])
+def test_the_memory_of_a_thread_is_what_emission_reckons_with(name: str) -> None:
+    recipe = load_recipe(name).override("cpu", 1)
+    checkpoint, recipe = RandomWeights(layers=4).apply(recipe.model, recipe)
+    jobs = plan_emission(gather(make_graphs(recipe, checkpoint)[0])).jobs
+    one, two = (build_cost(checkpoint.spec, planned_weights(checkpoint.spec, recipe), 0, cores) for cores in (1, 2))
+    assert two.ram_bytes - one.ram_bytes == max(map(memory_of, jobs)) + THREAD_BYTES
+
+
 def test_passing_codes_through_costs_less_than_requantizing() -> None:
     costs = {name: make_plan(load_recipe(name)).build for name in ("r1-fp8", "r1-wint4", "r1-wint8-2node")}
     assert costs["r1-fp8"].seconds < costs["r1-wint8-2node"].seconds < costs["r1-wint4"].seconds
     assert all(cost.read_bytes == costs["r1-fp8"].read_bytes for cost in costs.values())
-    one, two = (build_cost(R1, planned_weights(R1, load_recipe("r1-wint4")), 0, threads) for threads in (1, 2))
+    one, two = (build_cost(R1, planned_weights(R1, load_recipe("r1-wint4")), 0, cores) for cores in (1, 2))
     assert one.seconds == pytest.approx(2 * two.seconds)
     assert one.ram_bytes < two.ram_bytes
 

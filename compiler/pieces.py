@@ -1,0 +1,24 @@
+"""How weights are cut for conversion and how many threads convert them: what emission does, and what plans reckon with.
+
+Threads wait for Python's lock between pieces, so that small ones keep each other waiting; a piece's memory is a thread's.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Elements of a piece.
+COPIED_ELEMENTS = 1 << 21  # of what is stored as it is
+INTEGER_ELEMENTS = 1 << 22  # of what becomes wint4 or wint8
+RUN_ELEMENTS = 1 << 18  # of what becomes another format
+INTEGERS = ("wint4", "wint8")
+# Of memory for one element of a piece, at most: the values, what quantizers make of them, and the stored bytes.
+PIECE_BYTES, INTEGER_PIECE_BYTES = 40, 24
+THREAD_BYTES = 8 << 20  # of a thread, beside a piece and what is made of it
+SLACK_BYTES = 64 << 20  # what comes and goes beside the pieces
+THREADS_MAX = 8  # more wait for Python's lock
+
+
+def threads_wanted() -> int:
+    """One more than there are cores: one waits for the disk or for the lock."""
+    return min(len(os.sched_getaffinity(0)) + 1, THREADS_MAX)
