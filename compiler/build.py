@@ -31,8 +31,8 @@ from dsc.compiler.random_checkpoint import RandomCheckpoint, describe
 from dsc.compiler.recipe import Mtp, Recipe
 from dsc.compiler.staging import Staging
 from dsc.compiler.targets import Target, make_target
+from dsc.compiler.tokenizer_check import check_tokenizer
 from dsc.runtime.errors import DscError, raise_all
-from dsc.runtime.tokenizer import Tokenizer
 
 AnyCheckpoint = Checkpoint | RandomCheckpoint
 # A build is not gone on with after one of these changed: the same weights could become other bytes.
@@ -218,7 +218,7 @@ def _check_tokenizer(folder: Path, recipe: Recipe) -> tuple[str, ...]:
                 what, where=recipe.where, wanted=str(folder / "tokenizer.json"), try_="no `verify` in the recipe"
             )
         return (f"{folder.name} has no tokenizer.json: the engine takes and gives token ids",)
-    Tokenizer(folder)
+    check_tokenizer(folder)
     return ()
 
 

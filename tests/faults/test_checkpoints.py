@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.builds import edit_json, hashes, refusal
+from support.engines import TINY_R1
 from support.families import YARN, change_config, change_tensors, make_checkpoint
 
 INDEX = "model.safetensors.index.json"
@@ -133,6 +134,16 @@ def test_broken_files_beside_the_weights_are_told_at_the_build(
     """Not when the engine is loaded, perhaps on another machine."""
     (model / file).write_bytes(content)
     assert f"{file}: " in told(model, monkeypatch)
+
+
+def test_a_tokenizer_that_ends_the_process_it_is_read_in(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tokenizers 0.23.3 panics while it unwinds; the build says so and lives on."""
+    tokenizer = json.loads((TINY_R1 / "tokenizer.json").read_text())
+    tokenizer["model"]["continuing_subword_prefix"] = "0"
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    message = told(model, monkeypatch)
+    for part in ("tokenizer.json: is not a tokenizer", "it ends the process with SIGABRT", "download it again"):
+        assert part in message
 
 
 def test_a_config_of_another_file_type(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,29 @@
+"""Whether a checkpoint's tokenizer can be read, tried in a process of its own: a damaged one can end the process it is read in."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from dsc.runtime.errors import DscError
+from dsc.runtime.tokenizer import Tokenizer
+
+_READ = "import sys, tokenizers; tokenizers.Tokenizer.from_file(sys.argv[1]).encode('def f(x): return 1')"
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise DscError for a folder with a tokenizer.json that no engine could read, saying why."""
+    path = folder / "tokenizer.json"
+    tried = subprocess.run([sys.executable, "-c", _READ, str(path)], capture_output=True, text=True, errors="replace")
+    if tried.returncode < 0:  # a panic in the tokenizers library, which no code of Python's can catch
+        reason = signal.Signals(-tried.returncode).name
+        raise DscError(
+            "is not a tokenizer",
+            where=str(path),
+            wanted="a tokenizer.json that the tokenizers library reads",
+            got=f"it ends the process with {reason}",
+            try_="download it again",
+        )
+    Tokenizer(folder)
