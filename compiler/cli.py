@@ -266,8 +266,8 @@ def migrate(engine: Path, as_json: bool) -> None:
 
 @main.command()
 @click.argument("engine", type=PATH)
-@click.option("--html", type=PATH, help="The file to write. Default: ./<engine>.html")
-def report(engine: Path, html: Path | None) -> None:
+@click.option("--html", is_flag=False, flag_value="", metavar="[FILE]", help="The file. Default: ./<engine>.html")
+def report(engine: Path, html: str | None) -> None:
     """Write an engine's report as one page of HTML.
 
     Self-contained: fusions, bytes, errors, memory plan.
@@ -276,7 +276,7 @@ def report(engine: Path, html: Path | None) -> None:
     from dsc.runtime.artifact import EngineFolder
 
     page = report_page(EngineFolder.open(engine))
-    file = html or Path(f"{engine.resolve().name.removesuffix('.engine')}.html")
+    file = Path(html or f"{engine.resolve().name.removesuffix('.engine')}.html")
     file.write_text(page, encoding="utf-8")
     click.echo(str(file))
 

@@ -7,14 +7,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from support.builds import dsc, refusal
 from support.engines import compile_tiny
 from support.small_engine import make_small_engine
 
 from dsc.compiler.certify.certify import verify_engine
-from dsc.compiler.cli import main
 from dsc.compiler.ir.rewrite import Changed, Declined, Report
 from dsc.compiler.pipeline import PassRuns, PipelineReport, Run
 from dsc.compiler.report_charts import Box, lines, memory_map, treemap
@@ -121,9 +120,22 @@ def test_lines_and_memory_stay_inside() -> None:
         assert float(y) + float(height) <= 300.01
 
 
-def test_the_command(engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("option", "file"),
+    [((), "tiny-r1-wint4.html"), (("--html",), "tiny-r1-wint4.html"), (("--html", "page.html"), "page.html")],
+)
+def test_the_command(
+    option: tuple[str, ...], file: str, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a file's name the page lies where the user stands, with `--html` and without; its path is told."""
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(main, ["report", str(engine)])
-    assert result.exit_code == 0, result.output
-    assert (tmp_path / "tiny-r1-wint4.html").read_text().startswith("<!doctype html>")
-    assert CliRunner().invoke(main, ["report", str(engine), "--html", "no/such/folder/x.html"]).exit_code == 2
+    assert dsc("report", engine, *option).stdout == f"{file}\n"
+    assert [path.name for path in tmp_path.iterdir()] == [file]
+    assert (tmp_path / file).read_text().startswith("<!doctype html>")
+
+
+def test_the_command_refuses(engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "no/such/folder/x.html" in refusal("report", engine, "--html", "no/such/folder/x.html")
+    assert "Missing argument 'ENGINE'" in refusal("report", "--html", engine)  # taken for the file, and left as it is
+    assert list(tmp_path.iterdir()) == []
