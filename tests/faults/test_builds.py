@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from support.builds import dsc, hashes, refusal, start
 from support.engines import TINY_R1
 
 from dsc.compiler.convert import convert
-from dsc.compiler.emit import THREADS_MAX
 from dsc.compiler.hashed_file import write_all
+from dsc.compiler.pieces import THREADS_MAX
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.errors import DscError
 
@@ -58,11 +58,46 @@ def no_engine_but(folder: Path, allowed: tuple[str, ...] = ()) -> bool:
 # -- a disk that is full at half
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of half the weights' size."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={TINY_WEIGHTS // 2}", "tmpfs", str(disk)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if made.returncode:
+        pytest.skip(f"no file system can be mounted here: {made.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_disk_that_others_filled_meanwhile_ends_the_build_at_half(
+    whole: dict[str, str], small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There was room when the build looked; later there is, and the same command goes on."""
+    engine = small_disk / "x.engine"
+    assert "disk" in refusal(*COMPILE[:-1], engine)
+    assert not list(small_disk.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr("dsc.compiler.staging.shutil.disk_usage", lambda _: shutil._ntuple_diskusage(1 << 40, 0, 1 << 40))
+        text = refusal(*COMPILE[:-1], engine)
+    assert "x.engine: the build cannot be written" in text
+    assert "No space left on device" in text
+    assert no_engine_but(small_disk)
+    written = sum(path.stat().st_blocks * 512 for path in small_disk.rglob("*") if path.is_file())
+    assert TINY_WEIGHTS // 4 < written < TINY_WEIGHTS * 3 // 5
+    subprocess.run(["mount", "-o", "remount,size=100M", str(small_disk)], check=True)
+    done = dsc(*COMPILE[:-1], engine)
+    assert done.exit_code == 0
+    assert "note: " in done.stderr
+    assert is_whole(engine, whole)
+
+
 @pytest.mark.parametrize("part", [0.0, 0.5, 0.999])
 def test_a_file_that_cannot_grow_ends_the_build_with_one_message(
     part: float, whole: dict[str, str], tmp_path: Path
 ) -> None:
-    """A limit on the size of files stands for a full disk: writes fail from some byte of the weights on."""
+    """A limit on the size of files: the room that the weights take is asked for at the start."""
     limit = 4096 + int(part * TINY_WEIGHTS)
 
     def small_disk() -> None:
