@@ -297,6 +297,9 @@ def report(engine: Path, html: str | None) -> None:
 @click.option("--ignore-eos", is_flag=True, default=None, help="Go on after an end-of-text token.")
 @click.option("--drafts", type=int, help="Tokens to draft ahead with the MTP layer. Default: the engine's.")
 @click.option("--device", help="cpu or cuda. Default: the engine's target.")
+@click.option(
+    "--cache-tokens", type=int, help="Tokens the cache holds. Default: as many as the limits ask or memory has."
+)
 @click.option("--gpu-memory", type=float, help="GB of the GPU's memory to take in all, weights and cache.")
 @click.option("--json", "as_json", is_flag=True, help="Token ids, text and finish reason as JSON.")
 def generate(
@@ -304,6 +307,7 @@ def generate(
     prompts: tuple[str, ...],
     chat: bool,
     device: str | None,
+    cache_tokens: int | None,
     gpu_memory: float | None,
     as_json: bool,
     **options: Any,
@@ -313,7 +317,8 @@ def generate(
 
     options["stop"] = list(options["stop"])
     texts = list(prompts) or [_read_prompt()]
-    loaded = runtime.load(engine, device, gpu_memory=_gigabytes(gpu_memory))
+    loaded = runtime.load(engine, device, cache_tokens=cache_tokens, gpu_memory=_gigabytes(gpu_memory))
+    click.echo(loaded.load_text(), err=True)
     asked = [[{"role": "user", "content": text}] if chat else text for text in texts]
     if len(texts) == 1 and not as_json:
         stream = loaded.stream(asked[0], **options)  # refuses before anything is printed

@@ -9,6 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dsc.runtime.load_text import load_text
+
 Data = dict[str, Any]
 PIPE_COLUMNS = 160
 ABSENT = "-"
@@ -19,10 +21,8 @@ def show(data: Data, console: Console | None = None) -> None:
     console = console or Console()
     if not console.is_terminal:
         console = Console(file=console.file, width=PIPE_COLUMNS)
-    load = ", ".join(f"{key} {value}" for key, value in data["load"].items())
     console.print(f"{data['engine']}: {data['model']}, on {data['device']}", markup=False, highlight=False)
-    if load:
-        console.print(f"loaded: {load}", markup=False, highlight=False)
+    console.print(load_text(data["load"], data["cache_tokens"]), markup=False, highlight=False)
     console.print(decode_table(data["decode"]))
     for line in notes(data):
         console.print(line, markup=False, highlight=False)

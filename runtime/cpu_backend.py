@@ -50,4 +50,5 @@ class CpuBackend:
         """A CPU has no second device to keep busy."""
 
     def describe(self) -> dict[str, Any]:
+        """Nothing: weights are mapped, and read where they are packed."""
         return {}

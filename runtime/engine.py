@@ -17,6 +17,7 @@ from dsc.runtime.backends import Backend, Runner, make_backend
 from dsc.runtime.batch import Batch, BatchBuilder
 from dsc.runtime.cache import LatentCache, choose_num_blocks
 from dsc.runtime.errors import DscError, nearest
+from dsc.runtime.load_text import load_text
 from dsc.runtime.loop import Loop
 from dsc.runtime.manifest import Manifest
 from dsc.runtime.model import CompiledModel
@@ -158,6 +159,10 @@ class Engine:
     def acceptance(self) -> tuple[int, int]:
         """Tokens drafted since loading, and how many of them the model accepted."""
         return self._loop.drafted, self._loop.accepted
+
+    def load_text(self) -> str:
+        """What loading came to, in one line: bytes and rate where weights were copied, tokens the cache holds."""
+        return load_text(self.backend.describe(), self.cache.capacity_tokens)
 
     @property
     def executed(self) -> dict[str, tuple[str, ...]]:

@@ -84,8 +84,12 @@ class CudaBackend:
         return RunAhead(*(cast(CudaExecutor, programs[name]) for name in ("main.decode", "sample", "advance")))
 
     def describe(self) -> dict[str, Any]:
-        """How loading went, for `dsc bench` and logs."""
-        return {"gb_per_s": round(self.loaded.gb_per_s, 2), "load_seconds": round(self.loaded.seconds, 2)}
+        """How loading went: GB, seconds, GB a second. For `dsc generate`, `dsc bench` and logs."""
+        return {
+            "gb": round(self.loaded.num_bytes / 1e9, 3),
+            "gb_per_s": round(self.loaded.gb_per_s, 2),
+            "load_seconds": round(self.loaded.seconds, 2),
+        }
 
 
 def _fixed_bytes(program: Program) -> int:

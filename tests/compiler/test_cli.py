@@ -19,6 +19,7 @@ from dsc.compiler.ir.rewrite import pass_names
 
 COMMANDS = list(main.commands)
 GREEDY = ("--temperature", "0", "--max-tokens", "6")
+LOADED = "the cache holds 32,768 tokens\n"  # 16 sequences of 2048
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,13 @@ def test_generate_prints_the_prompt_and_its_text(engine: Path) -> None:
     stop = first.text[3]
     cut = dsc("generate", engine, "--prompt", "def ", "--stop", stop, *GREEDY).stdout
     assert cut == f"def {first.text[: first.text.index(stop)]}\n"
+
+
+def test_generate_tells_what_loading_came_to(engine: Path) -> None:
+    for form in ((), ("--json",), ("--prompt", "class ")):
+        assert dsc("generate", engine, "--prompt", "def ", *form, *GREEDY).stderr == LOADED
+    small = dsc("generate", engine, "--prompt", "def ", "--cache-tokens", "200", *GREEDY)
+    assert small.stderr == "the cache holds 256 tokens\n"  # whole blocks of 64
 
 
 def test_generate_chat_prints_the_answer_only(engine: Path) -> None:
@@ -258,7 +266,7 @@ def test_a_reader_of_a_stream_leaves(engine: Path, tmp_path: Path) -> None:
     assert process.stderr is not None
     assert process.stdout.read(6).startswith(b"def ")
     process.stdout.close()
-    assert process.stderr.read() == b""
+    assert process.stderr.read() == LOADED.encode()
     process.stderr.close()
     process.wait(60)
 
@@ -271,4 +279,4 @@ def test_ctrl_c_ends_a_text_without_a_traceback(engine: Path, tmp_path: Path) ->
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert stderr.strip() == b"Aborted!"
+    assert stderr.decode().removeprefix(LOADED).strip() == "Aborted!"
