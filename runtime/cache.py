@@ -139,22 +139,44 @@ def choose_num_blocks(
     block_bytes: int,
     free_bytes: int,
     wanted_tokens: int | None = None,
+    *,
+    weight_bytes: int = 0,
+    may_swap: bool = False,
+    where: str = "",
 ) -> int:
     """How many blocks to allocate: for all sequences at full context, or what fits into `free_bytes` if that is less.
 
     block_bytes    of one block over all layers
-    wanted_tokens  this many tokens instead, whatever memory is free
-    raises         DscError when not even one sequence has room
+    wanted_tokens  this many tokens instead, never more than all sequences at full context
+    weight_bytes   what the weights beside the cache take, for the message
+    may_swap       wanted tokens may take more than is free
+    where          the engine, for the message
+    raises         DscError where the wanted tokens, or one sequence at full context, have no room
     """
     one_sequence = -(-context_tokens // block_tokens)
-    if wanted_tokens is not None:
-        if wanted_tokens < 1:
-            raise DscError("the cache must hold a token", wanted="cache_tokens of 1 or more", got=str(wanted_tokens))
-        return min(-(-wanted_tokens // block_tokens), sequences * one_sequence)
+    if wanted_tokens is not None and wanted_tokens < 1:
+        raise DscError("the cache must hold a token", wanted="cache_tokens of 1 or more", got=str(wanted_tokens))
     affordable = free_bytes // block_bytes
-    if affordable < 1:
-        raise DscError("no memory for the cache", wanted=f"{block_bytes} bytes a block", try_="cache_tokens")
-    return min(sequences * one_sequence, affordable)
+    if wanted_tokens is None:
+        least, chosen = one_sequence, min(sequences * one_sequence, affordable)
+        asked = f"one sequence of {context_tokens:,} tokens"
+    else:
+        least = chosen = min(-(-wanted_tokens // block_tokens), sequences * one_sequence)
+        asked = f"cache_tokens {wanted_tokens:,}"
+    if least > affordable and not (may_swap and wanted_tokens is not None):
+        raise DscError(
+            "weights and cache do not fit together",
+            where=where,
+            details=[("weights", f"{weight_bytes:,} bytes"), ("cache", f"{least * block_bytes:,} bytes: {asked}")],
+            wanted=f"{least * block_bytes:,} bytes for the cache",
+            got=f"{free_bytes:,} bytes free for it beside the weights",
+            try_=_smaller_cache(affordable * block_tokens),
+        )
+    return chosen
+
+
+def _smaller_cache(tokens: int) -> str:
+    return f"cache_tokens {tokens}" if tokens else "a recipe with fewer bits, or more memory"
 
 
 def free_memory_bytes() -> int:

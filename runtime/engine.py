@@ -44,11 +44,12 @@ def load(
     """Load an engine folder that `dsc compile` wrote.
 
     device        None: the engine's own target
-    cache_tokens  tokens the latent cache holds; None: what the engine's limits ask for, or half of the free memory
+    cache_tokens  tokens the latent cache holds; None: what the engine's limits ask for, or what fits into the memory that
+                  is left (half of it on a CPU), if that is room for one sequence
     prefix_reuse  prompts that begin alike share their beginning in the cache
     verify        compare every file with its hash, beside binding
     gpu_memory    bytes of the GPU's memory to take in all, weights and cache; None: what is free
-    raises        DscError: no engine, another version or target, files missing or changed
+    raises        DscError: no engine, another version or target, files missing or changed, no room for weights and cache
     """
     folder = EngineFolder.open(path)
     checking = _Checking(folder) if verify else None
@@ -278,23 +279,12 @@ class Engine:
             layout.block_bytes * len(names),
             self.backend.cache_bytes(),
             cache_tokens,
+            weight_bytes=self.resident_weight_bytes(),
+            may_swap=self.backend.device.type == "cpu",
+            where=str(self._folder.path),
         )
-        self._check_cache(blocks * layout.block_bytes * len(names), cache_tokens)
         sizes = dict.fromkeys(names, layout.block_bytes)
         return LatentCache.allocate(sizes, layout.block_tokens, blocks, self.backend.device)
-
-    def _check_cache(self, num_bytes: int, cache_tokens: int | None) -> None:
-        """Memory that a CPU lacks it may swap; a GPU's is what there is."""
-        free = self.backend.cache_bytes()
-        if self.backend.device.type != "cpu" and num_bytes > free:
-            raise DscError(
-                "weights and cache do not fit on the GPU together",
-                where=str(self._folder.path),
-                details=[("weights", f"{self.resident_weight_bytes():,} bytes"), ("cache", f"{num_bytes:,} bytes")],
-                wanted=f"at most {free:,} bytes of cache beside the weights",
-                got=f"cache_tokens {cache_tokens}",
-                try_=f"cache_tokens {(cache_tokens or 0) * free // max(num_bytes, 1)}, or more --gpu-memory",
-            )
 
     def _make_loop(self, prefix_reuse: bool) -> Loop:
         limits, block_tokens = self.manifest.limits, self.manifest.kv_cache.block_tokens

@@ -105,13 +105,30 @@ def test_cache_tensors_are_clear_and_cleared():
 def test_number_of_blocks():
     much = 10**9
     assert choose_num_blocks(4, 100, 16, 10, much) == 4 * 7
-    assert choose_num_blocks(4, 100, 16, 10, 0, wanted_tokens=33) == 3
-    assert choose_num_blocks(4, 100, 16, 10, 0, wanted_tokens=10**9) == 4 * 7
-    assert choose_num_blocks(4, 100, 16, 10, 50) == 5
-    with pytest.raises(DscError, match="no memory for the cache"):
-        choose_num_blocks(4, 100, 16, 1000, 50)
+    assert choose_num_blocks(4, 100, 16, 10, 30, wanted_tokens=33) == 3
+    assert choose_num_blocks(4, 100, 16, 10, 0, wanted_tokens=33, may_swap=True) == 3
+    assert choose_num_blocks(4, 100, 16, 10, much, wanted_tokens=10**9) == 4 * 7
+    assert choose_num_blocks(4, 100, 16, 10, 155) == 15
+    assert choose_num_blocks(4, 100, 16, 10, 70) == 7  # one sequence
     with pytest.raises(DscError, match="cache_tokens of 1 or more"):
         choose_num_blocks(4, 100, 16, 10, much, wanted_tokens=0)
+
+
+def test_a_cache_without_room_is_refused_with_the_numbers():
+    with pytest.raises(DscError) as error:
+        choose_num_blocks(4, 100, 16, 1000, 6999, weight_bytes=12345, may_swap=True, where="x.engine")
+    assert error.value.text().splitlines() == [
+        "x.engine: weights and cache do not fit together",
+        "  weights  12,345 bytes",
+        "  cache    7,000 bytes: one sequence of 100 tokens",
+        "  wanted   7,000 bytes for the cache",
+        "  got      6,999 bytes free for it beside the weights",
+        "  try      cache_tokens 96",
+    ]
+    with pytest.raises(DscError) as error:
+        choose_num_blocks(4, 100, 16, 1000, 999, wanted_tokens=17)
+    assert "2,000 bytes: cache_tokens 17\n" in error.value.text()
+    assert "try      a recipe with fewer bits, or more memory" in error.value.text()
 
 
 def test_free_memory_is_a_number_of_this_machine():
