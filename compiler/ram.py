@@ -9,16 +9,19 @@ from pathlib import Path
 from dsc.compiler.pieces import SLACK_BYTES
 from dsc.runtime.errors import DscError
 
-UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
+UNITS = {
+    "": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4,
+    "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40,
+}  # fmt: skip
+CGROUPS, OWN_CGROUPS, OWN_MEMORY = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/self/statm")
 
 
 def parse_bytes(text: str) -> int:
     """`2GB`, `1.5 GiB`, `800MB`, `2000000000` -> bytes; raises DscError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", text.upper())
-    unit = (match[2] or "") if match else "?"
-    if match is None or unit not in UNITS:
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", text.upper())
+    if match is None:
         raise DscError("is no amount of memory", where="--max-ram", wanted="a number of bytes, or 2GB", got=text)
-    return int(float(match[1]) * UNITS[unit])
+    return int(float(match[1]) * UNITS[match[2] or ""])
 
 
 def machine_bytes() -> int:
@@ -29,17 +32,16 @@ def machine_bytes() -> int:
 
 def _cgroup_limits() -> list[int]:
     """Memory limits of the cgroups that this process is in, of version 2 and of version 1."""
-    root = Path("/sys/fs/cgroup")
     found = []
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = OWN_CGROUPS.read_text().splitlines()
     except OSError:
         return []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
-        folder, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        folder, name = (CGROUPS / "memory", "memory.limit_in_bytes") if controllers else (CGROUPS, "memory.max")
         inner = folder / path.lstrip("/")
         for level in (inner, *inner.parents):
             if not level.is_relative_to(folder):
@@ -54,7 +56,7 @@ def _cgroup_limits() -> list[int]:
 def resident_bytes() -> int:
     """Memory of this process, pages of mapped files included."""
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        pages = int(OWN_MEMORY.read_text().split()[1])
     except OSError:
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE")
