@@ -7,7 +7,7 @@ and kernels' own workspace take besides comes out of the share of memory that is
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dsc.compiler.ir.weight import DTYPE_BYTES
@@ -15,6 +15,7 @@ from dsc.compiler.planning.gpus import Gpu
 from dsc.compiler.planning.sharding import BY_VOCABULARY, Mesh, rank_bytes, stage_layers
 from dsc.compiler.planning.weights import PlannedWeight
 from dsc.compiler.recipe import Recipe
+from dsc.runtime.manifest import Limits
 from dsc.runtime.spec import ModelSpec
 
 MEMORY_SHARE = 0.9  # of a GPU's memory that weights, step and cache may fill
@@ -122,6 +123,11 @@ class Settings:
     sequences: int
     cache_blocks: int
 
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The higher, the better: the most sequences; of steps that allow as many, the largest, as each reads all weights."""
+        return self.sequences, self.batch_tokens
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -130,8 +136,9 @@ class Fit:
     reasons         why it does not fit, () where it does: one sequence of the full context has room beside a step
     cache_tokens    tokens that fit at the recipe's limits; 0 where nothing is left
     sequences_at    sequences of so many tokens that fit at once
-    best            settings for sequences that hold `sequence_tokens` on average; None where it does not fit
-    serving         the same within the recipe's limits: what the engine's server starts with
+    best            limits and cache blocks that a recipe would best have, for sequences that hold `sequence_tokens` on
+                    average; None where it does not fit
+    serving         the best that an engine with the recipe's own limits can be served with; None where it does not fit
     """
 
     gpu: Gpu
@@ -149,6 +156,13 @@ class Fit:
     @property
     def fits(self) -> bool:
         return not self.reasons
+
+    @property
+    def better(self) -> Settings | None:
+        """`best` where it is more than `serving`: it takes an engine with these limits."""
+        if self.best is None or self.serving is None or self.best.rank <= self.serving.rank:
+            return None
+        return self.best
 
 
 def fit(spec: ModelSpec, recipe: Recipe, stages: Sequence[Stage], mesh: Mesh, gpu: Gpu, sequence_tokens: int) -> Fit:
@@ -171,9 +185,13 @@ def fit(spec: ModelSpec, recipe: Recipe, stages: Sequence[Stage], mesh: Mesh, gp
     reasons = _reasons(recipe, gpu, usable - weights, held)
     best = serving = None
     if not reasons:
-        best = _best(spec, recipe, mesh, usable - weights, tokens, sequence_tokens)
-        sequences = max(1, min(limits.sequences, held // sequence_tokens))
-        serving = Settings(limits.batch_tokens, sequences, held // recipe.kv_cache.block_tokens)
+
+        def held_with(batch_tokens: int, sequences: int) -> int:
+            needed = step_memory(spec, recipe, mesh, batch_tokens, sequences).total
+            return tokens(usable - weights - needed) if needed <= (usable - weights) * STEP_SHARE else 0
+
+        best = _best(recipe, STEPS, SEQUENCES, held_with, sequence_tokens)
+        serving = _best(recipe, *_within(limits), lambda batch_tokens, sequences: held, sequence_tokens)
     contexts = sorted({limits.context_tokens, *(n for n in CONTEXTS if n <= limits.context_tokens)})
     return Fit(
         gpu=gpu,
@@ -200,19 +218,31 @@ def _reasons(recipe: Recipe, gpu: Gpu, left: int, held: int) -> tuple[str, ...]:
     return ()
 
 
+def _within(limits: Limits) -> tuple[list[int], range]:
+    """Steps and sequences that an engine with these limits can be served with."""
+    return [limits.batch_tokens, *(n for n in STEPS if n < limits.batch_tokens)], range(limits.sequences, 0, -1)
+
+
 def _best(
-    spec: ModelSpec, recipe: Recipe, mesh: Mesh, left: int, tokens: Callable[[int], int], sequence_tokens: int
+    recipe: Recipe,
+    steps: Iterable[int],
+    sequences: Sequence[int],
+    held: Callable[[int, int], int],
+    sequence_tokens: int,
 ) -> Settings | None:
-    """The most sequences; of steps that allow as many, the largest. A step fills at most STEP_SHARE of `left`."""
-    found: list[tuple[int, int, int]] = []
-    for batch_tokens in STEPS:
-        for sequences in (n for n in SEQUENCES if n <= batch_tokens):
-            step = step_memory(spec, recipe, mesh, batch_tokens, sequences).total
-            held = tokens(left - step)
-            if step <= left * STEP_SHARE and held >= max(sequences * sequence_tokens, recipe.limits.context_tokens):
-                found.append((sequences, batch_tokens, held // recipe.kv_cache.block_tokens))
+    """The settings of the highest rank.
+
+    sequences  to choose from, the most first
+    held       tokens of cache beside a step of so many tokens of so many sequences
+
+    Within an engine's limits the largest step always wins, and sequences are the limit's or as many as the cache has room
+    for: the runtime takes the arena that was planned for the limits, so a smaller step or fewer sequences leave no more room.
+    """
+    found = []
+    for batch_tokens in steps:
+        for count in (n for n in sequences if n <= batch_tokens):
+            room = held(batch_tokens, count)
+            if room >= max(count * sequence_tokens, recipe.limits.context_tokens):
+                found.append(Settings(batch_tokens, count, room // recipe.kv_cache.block_tokens))
                 break
-    if not found:
-        return None
-    sequences, batch_tokens, blocks = max(found)
-    return Settings(batch_tokens, sequences, blocks)
+    return max(found, key=lambda settings: settings.rank, default=None)

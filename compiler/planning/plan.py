@@ -88,7 +88,7 @@ class Plan:
             ],
             "ways": [asdict(mesh) for mesh in self.ways],
             "build": {**asdict(self.build), "seconds": round(self.build.seconds, 1)},
-            "gpus": [_fit_json(item) for item in self.fits],
+            "gpus": [_fit_json(self.recipe, item) for item in self.fits],
             "serving": asdict(self.serving) if self.serving else None,
             "rates": [_rates_json(item) for item in self.rates],
             "notes": list(self.notes),
@@ -184,7 +184,7 @@ def _rates_json(item: Prediction) -> dict[str, Any]:
     }
 
 
-def _fit_json(item: Fit) -> dict[str, Any]:
+def _fit_json(recipe: Recipe, item: Fit) -> dict[str, Any]:
     return {
         "gpu": item.gpu.name,
         "target": item.gpu.target,
@@ -199,4 +199,18 @@ def _fit_json(item: Fit) -> dict[str, Any]:
         "sequences_at": {str(tokens): count for tokens, count in item.sequences_at.items()},
         "best": {**asdict(item.best), "sequence_tokens": item.sequence_tokens} if item.best else None,
         "serving": asdict(item.serving) if item.serving else None,
+        "try": limits_to_try(recipe, item),
     }
+
+
+def limits_to_try(recipe: Recipe, item: Fit) -> str | None:
+    """What a recipe would say for an engine that serves better than its own on a GPU. None where its own does best."""
+    if item.better is None:
+        return None
+    sequences = item.better.sequences
+    text = (
+        f"limits: {{batch_tokens: {item.better.batch_tokens}, sequences: {sequences}, "
+        f"context_tokens: {recipe.limits.context_tokens}}}"
+    )
+    buckets = recipe.decode_buckets
+    return text if not buckets or buckets[-1] == sequences else f"{text}, decode_buckets up to {sequences}"

@@ -14,7 +14,10 @@ SEQUENCE_TOKENS = 4096  # what a sequence holds on average where nobody says
 
 
 def serving_settings(spec: ModelSpec, recipe: Recipe) -> Serving | None:
-    """Sequences, cache blocks and tokens of a step within the recipe's limits, the same on every machine.
+    """The best sequences, cache blocks and tokens of a step within the recipe's limits, by `fit`; the same on every machine.
+
+    That is the limits' step, and the limits' sequences or as many as the cache holds: an engine takes the memory that was
+    planned for its limits, so smaller settings leave no more room. `dsc plan` tells which other limits would serve better.
 
     The GPU is the recipe's `gpu`, else its target's first in `dsc.compiler.planning.gpus`. None for CPUs, and where the
     engine does not fit on that GPU.

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dsc.compiler.planning.capacity import MEMORY_SHARE, Fit
+from dsc.compiler.planning.capacity import MEMORY_SHARE, Fit, Settings
 from dsc.compiler.planning.gpus import find_gpu
-from dsc.compiler.planning.plan import Plan
+from dsc.compiler.planning.plan import Plan, limits_to_try
 from dsc.compiler.planning.rates import Prediction
 from dsc.runtime.inspect_tables import PIPE_COLUMNS, make_table, size_text
+from dsc.runtime.manifest import Serving
 
 SHOWN_WAYS = 12
 
@@ -32,6 +34,8 @@ def show(plan: Plan, console: Console | None = None) -> None:
             console.print(_rates(rates, plan.recipe.parallel.num_ranks))
     for note in (*plan.notes, *_rate_notes(plan.rates)):
         console.print(f"note: {escape(note)}", highlight=False)
+    for line in _tries(plan):
+        console.print(f"try: {escape(line)}", highlight=False, soft_wrap=True)
 
 
 def _facts(plan: Plan) -> Table:
@@ -62,8 +66,7 @@ def _serving(plan: Plan) -> str:
     found = plan.serving
     if found is None:
         return "what its server is told: nothing is suggested for this target, or it does not fit"
-    blocks, tokens = f"{found.cache_blocks:,} cache blocks", f"{found.batch_tokens:,} tokens a step"
-    return f"{found.sequences} sequences, {blocks}, {tokens}, kept in the engine for {find_gpu(found.gpu).title}"
+    return f"{_settings(found)}, kept in the engine for {find_gpu(found.gpu).title}"
 
 
 def _time(seconds: float) -> str:
@@ -106,23 +109,29 @@ def _gpus(plan: Plan) -> Table:
             size_text(item.step_bytes),
             size_text(item.cache_bytes),
             f"{item.cache_tokens:,}",
-            _best(item) if item.fits else item.reasons[0],
+            _settings(item.serving) if item.serving else item.reasons[0],
         )
         for item in plan.fits
     ]
-    columns = ("GPU", "", "usable", "weights", "step", "cache", "tokens", "best settings, or why not")
-    title = f"{plan.recipe.parallel.num_ranks} x GPU, {MEMORY_SHARE:.0%} of its memory"
+    columns = ("GPU", "", "usable", "weights", "step", "cache", "tokens", "serves with, or why not")
+    ranks, tokens = plan.recipe.parallel.num_ranks, plan.fits[0].sequence_tokens
+    title = f"{ranks} x GPU, {MEMORY_SHARE:.0%} of its memory, sequences of {tokens:,} tokens"
     return make_table(title, columns, rows, right=(2, 3, 4, 5, 6))
 
 
-def _best(item: Fit) -> str:
-    if item.best is None:
-        return "no smaller step leaves more room"
-    best = item.best
-    return (
-        f"batch_tokens {best.batch_tokens}, sequences {best.sequences} of {item.sequence_tokens:,} tokens, "
-        f"{best.cache_blocks:,} cache blocks"
-    )
+def _settings(found: Settings | Serving) -> str:
+    return f"{found.sequences} sequences, {found.cache_blocks:,} cache blocks, {found.batch_tokens:,} tokens a step"
+
+
+def _tries(plan: Plan) -> list[str]:
+    """Limits that would serve better than the recipe's, GPUs that the same are best for together."""
+    gpus: dict[str, list[str]] = defaultdict(list)
+    for item in plan.fits:
+        if item.better is not None:
+            limits = limits_to_try(plan.recipe, item)
+            text = f"in the recipe {limits}, which serves better with {item.better.cache_blocks:,} cache blocks"
+            gpus[text].append(item.gpu.title)
+    return [f"{text} on {', '.join(names)}" for text, names in gpus.items()]
 
 
 def _rates(rates: Prediction, ranks: int) -> Table:

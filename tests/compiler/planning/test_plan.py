@@ -278,6 +278,10 @@ def test_what_it_prints() -> None:
         "71,424 bytes = 70,272 main + 1,152 mtp",
         "wint4:128",
         "256 sequences, 18,890 cache blocks, 8,192 tokens a step, kept in the engine for H200",
+        "94 sequences, 6,047 cache blocks, 8,192 tokens a step",
+        "try: in the recipe limits: {batch_tokens: 16384, sequences: 256, context_tokens: 32768}, which serves better "
+        "with 18,439 cache blocks on H200",
+        "limits: {batch_tokens: 4096, sequences: 96, context_tokens: 32768}, decode_buckets up to 96, which",
         "predicted on 8 x H200, from kernels measured on ",
         "communication of 8 ranks is not predicted and left out",
         "no rates are predicted for H100 80 GB: no kernels were measured there",
