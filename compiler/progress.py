@@ -69,11 +69,13 @@ class Progress:
         self._console.print(text, highlight=False, markup=False)
 
     def _line(self, seconds: float) -> str:
-        """`weights: 12.3 of 688.6 GB, 0.41 GB/s, 27 min left`"""
+        """`weights: 12.3 of 688.6 GB, 0.41 GB/s, 27 min left`; seconds where less than two minutes are left."""
         speed = self._done / seconds
-        left = (self._total - self._done) / speed / 60 if speed else 0
-        done = f"{self._done / 1e9:,.1f} of {self._total / 1e9:,.1f} GB"
-        return f"{self._description}: {done}, {speed / 1e9:.2f} GB/s, {left:.0f} min left"
+        done = f"{self._description}: {self._done / 1e9:,.1f} of {self._total / 1e9:,.1f} GB, {speed / 1e9:.2f} GB/s"
+        if not speed:
+            return done
+        left = max(self._total - self._done, 0) / speed
+        return f"{done}, {left:.0f} s left" if left < 120 else f"{done}, {left / 60:,.0f} min left"
 
     def _finish(self) -> None:
         if self._task is not None:
