@@ -114,6 +114,30 @@ def test_known_models_are_those_of_the_table() -> None:
 COMMANDS = {"v3": ("r1-wint4", 362), "k2": ("kimi-k2-wint4", 537), "v2-lite": (None, 8.7)}
 
 
+def run_plan(*arguments: str) -> tuple[dict, float]:
+    """What `dsc plan ARGUMENTS --json` says in a process of its own, without torch, and its processor seconds."""
+    code = (
+        "import sys; from dsc.compiler.cli import main\n"
+        "try: main(['plan', *sys.argv[1:], '--json'])\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_r1_by_its_name_takes_under_a_second_and_no_torch() -> None:
+    """The packaged recipe alone: the shape comes with dsc."""
+    data, seconds = run_plan("r1-wint4")
+    assert data["model"] == "deepseek-ai/DeepSeek-R1"
+    assert data["weight_bytes"] == pytest.approx(362 * GB, rel=0.01)
+    assert data["source"]["bytes"] == pytest.approx(685 * GB, rel=0.01)
+    assert data["source"]["read_from"] == "config.json that comes with dsc"
+    assert seconds < 1.0
+
+
 @pytest.mark.parametrize("place", ["config.json", "folder", "folder with index"])
 @pytest.mark.parametrize("name", COMMANDS)
 def test_it_takes_under_a_second_and_no_torch(name: str, place: str, tmp_path: Path) -> None:
@@ -128,24 +152,12 @@ def test_it_takes_under_a_second_and_no_torch(name: str, place: str, tmp_path: P
     path.write_text(json.dumps(CONFIGS[name]))
     if place == "folder with index":
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index_of(path)))
-    code = (
-        "import sys; from dsc.compiler.cli import main\n"
-        "try: main(['plan', *sys.argv[1:], '--json'])\n"
-        "finally: assert 'torch' not in sys.modules"
-    )
-    model = str(path if place == "config.json" else tmp_path)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-c", code, recipe, "--model", model], capture_output=True, text=True, check=False
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == 0, done.stderr
-    data = json.loads(done.stdout)
+    data, seconds = run_plan(recipe, "--model", str(path if place == "config.json" else tmp_path))
     assert data["weight_bytes"] == pytest.approx(size * GB, rel=0.01)
     assert data["source"]["bytes"] == pytest.approx(SIZES[name][0] * GB, rel=0.01)
     assert data["source"]["read_from"] == ("config.json and index" if "index" in place else "config.json")
     limit = 1.5 if "index" in place else 1.0  # seconds; an index of a terabyte is 70,000 names, 13 MB of JSON
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < limit
+    assert seconds < limit
 
 
 def index_of(config: Path) -> dict[str, object]:
