@@ -351,7 +351,10 @@ def _read_prompt() -> str:
 
 @main.command()
 @click.argument("engine", type=PATH)
-@click.option("--batch", help="Sequences of a decode step, as 1,16,64. Default: 1 to 256 as far as the engine goes.")
+@click.option(
+    "--batch",
+    help="Sequences of a decode step, as 1,16,64; prefill takes as many prompts at once as fill the largest step. Default: 1 to 256 as far as the engine goes.",
+)
 @click.option("--context", help="Tokens of each sequence, as 2048,4096. Default: 2048 to 8192 as far as it goes.")
 @click.option(
     "--steps", type=click.IntRange(1), default=16, show_default=True, help="Decode steps to take the median of."

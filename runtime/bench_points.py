@@ -14,6 +14,17 @@ KNEE = 0.8  # of the best rate
 
 
 @dataclass(frozen=True)
+class Plan:
+    """What to measure. `nodes`: also every kind of node by itself."""
+
+    batches: Sequence[int]
+    contexts: Sequence[int]
+    steps: int = 16
+    prefill: bool = True
+    nodes: bool = False
+
+
+@dataclass(frozen=True)
 class LayerTime:
     """Seconds of one layer (or of what lies outside layers) beside its floor; launches None on CPUs."""
 
@@ -69,7 +80,7 @@ class PrefillNodes:
 class PrefillPoint:
     """Whole prompts from an empty cache: `prompts` of `context` tokens each, in chunks of the largest step.
 
-    experts  distinct experts hit by the first chunk, by layer; valid as for decode
+    experts  distinct experts hit by the first chunk, by layer; independent and valid as for decode
     nodes    of all prompts at once, and of one by itself
     """
 
@@ -78,6 +89,7 @@ class PrefillPoint:
     seconds: float
     floor: float | None
     experts: dict[str, float]
+    independent: float
     valid: bool
     memory_bytes: int
     nodes: list[PrefillNodes] = field(default_factory=list)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from dsc.runtime.bench_routing import LEAST_SHARE, spreads
 from dsc.runtime.load_text import load_text
+from dsc.runtime.program import layer_of
 
 Data = dict[str, Any]
 PIPE_COLUMNS = 160
@@ -28,6 +31,8 @@ def show(data: Data, console: Console | None = None) -> None:
         console.print(line, markup=False, highlight=False)
     if data["prefill"]:
         console.print(prefill_table(data["prefill"]))
+        for line in prefill_notes(data["prefill"]):
+            console.print(line, markup=False, highlight=False)
     sound = [point for point in data["decode"] if point["layers"]]
     if sound:
         console.print(layers_table(sound[-1]))
@@ -56,10 +61,11 @@ def prefill_table(points: Sequence[Data]) -> Table:
     """One row a context."""
     rows = [
         (str(p["prompts"]), f"{p['context']:,}", _ms(p["seconds"]), _number(p["tokens_per_s"]), _ms(p["floor"]),
-         _percent(p["floor_share"]), f"{p['memory_bytes'] / 1e9:.1f} GB")
+         _percent(p["floor_share"]), _hits(p), f"{p['memory_bytes'] / 1e9:.1f} GB")
         for p in points
     ]  # fmt: skip
-    return _table("prefill", ("prompts", "tokens each", "ms", "tokens/s", "floor ms", "of floor", "memory"), rows)
+    columns = ("prompts", "tokens each", "ms", "tokens/s", "floor ms", "of floor", "experts hit", "memory")
+    return _table("prefill, as many prompts at once as fill the largest step", columns, rows)
 
 
 def layers_table(point: Data) -> Table:
@@ -73,11 +79,7 @@ def notes(data: Data) -> Iterable[str]:
         if batch is not None and len({p["batch"] for p in data["decode"]}) > 1:
             yield f"context {int(context):,}: batch {batch} has 80 % of the best rate"
     for point in data["decode"]:
-        if not point["valid"]:
-            yield (
-                f"batch {point['batch']}, context {point['context']:,}: no figures, since its tokens hit too few experts: "
-                f"{_hits(point)}, where independent routing hits {point['independent']:.0f}"
-            )
+        yield from _routing(f"batch {point['batch']}, context {point['context']:,}", point)
     for point in data["decode"]:
         cost = point["launch"]
         if cost and point["layers"]:
@@ -85,6 +87,33 @@ def notes(data: Data) -> Iterable[str]:
                 f"batch {point['batch']}, context {point['context']:,}: {cost['launches']} launches, each "
                 f"{cost['eager'] * 1e6:.1f} us of the host by itself, {cost['graph'] * 1e6:.2f} us in a CUDA graph"
             )
+
+
+def prefill_notes(points: Sequence[Data]) -> Iterable[str]:
+    """Sentences under the prefill table."""
+    for point in points:
+        yield from _routing(f"{point['prompts']} prompts of {point['context']:,}", point)
+
+
+def _routing(where: str, point: Data) -> Iterable[str]:
+    """What every layer hit, in order, and which ones hit too few experts for figures."""
+    experts, independent = point["experts"], point["independent"]
+    if not experts:
+        return
+    names = [layer_of(node) for node in experts]
+    span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+    counts = ", ".join(_runs([f"{count:.0f}" for count in experts.values()]))
+    yield f"{where}: experts hit, {span}: {counts}; by independent routing: {independent:.1f}"
+    if not point["valid"]:
+        few = [name for name, hit in zip(names, experts.values(), strict=True) if not spreads({name: hit}, independent)]
+        yield f"{where}: no figures, since {', '.join(few)} hit under {LEAST_SHARE:.0%} of what independent routing does"
+
+
+def _runs(values: Sequence[str]) -> Iterable[str]:
+    """Values in order, equal ones that follow each other as one: "8, 3 x 7"."""
+    for value, equal in groupby(values):
+        count = len(list(equal))
+        yield value if count == 1 else f"{count} x {value}"
 
 
 def _times(title: str, parts: Sequence[Data]) -> Table:

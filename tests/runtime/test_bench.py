@@ -1,5 +1,6 @@
 """dsc bench: floors worked out by hand, routing that is counted, figures that are withheld, on an engine of the CPU."""
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from rich.console import Console
 from support.engines import TINY_R1
 
 from dsc import runtime
@@ -15,9 +17,9 @@ from dsc.compiler.cli import main
 from dsc.compiler.recipe import load_recipe
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.bench_floor import RATES, Rates, StepFacts, independent_hits, step_floor
-from dsc.runtime.bench_points import DecodePoint, decode_data, knee
+from dsc.runtime.bench_points import DecodePoint, PrefillPoint, decode_data, knee, prefill_data
 from dsc.runtime.bench_routing import exposing, router_outputs, spreads
-from dsc.runtime.bench_tables import notes, show
+from dsc.runtime.bench_tables import notes, prefill_notes, show
 from dsc.runtime.engine import Engine
 from dsc.runtime.program import layer_of
 
@@ -118,8 +120,8 @@ def hits_of_random_tokens(engine: Engine, tokens: int) -> dict[str, float]:
 def test_routing_that_does_not_spread_is_told():
     assert independent_hits(256, 8, 1) == 8
     assert independent_hits(256, 8, 64) == pytest.approx(222.4, abs=0.1)
-    assert spreads({"a": 220.0, "b": 200.0}, 222.4)
-    assert not spreads({"a": 222.0, "b": 170.0}, 222.4)
+    assert spreads({"a": 220.0, "b": 200.5}, 222.4)
+    assert not spreads({"a": 222.0, "b": 199.5}, 222.4)  # every layer counts, not their mean
     assert not spreads({"a": 222.0, "b": 8.0}, 120.0)
     assert spreads({}, 0.0)
 
@@ -148,8 +150,32 @@ def test_the_cost_of_a_launch_is_told():
     launch = {"launches": 80, "eager": 3.14e-6, "graph": 1.2e-7}
     point = {**decode_data(POINT), "layers": [layer], "launch": launch}
     told = "batch 4, context 64: 80 launches, each 3.1 us of the host by itself, 0.12 us in a CUDA graph"
-    assert list(notes({"decode": [point], "knee": {}})) == [told]
-    assert list(notes({"decode": [{**point, "launch": None}], "knee": {}})) == []
+    assert list(notes({"decode": [point], "knee": {}}))[1:] == [told]
+    assert len(list(notes({"decode": [{**point, "launch": None}], "knee": {}}))) == 1
+
+
+def test_experts_hit_are_told_layer_by_layer():
+    hits = {f"layers.{i}.mlp.router": hit for i, hit in enumerate((15.6, 16.0, 14.2, 13.9), 3)}
+    point = replace(POINT, experts=hits, independent=15.7)
+    told = "batch 4, context 64: experts hit, layers.3 to layers.6: 2 x 16, 2 x 14; by independent routing: 15.7"
+    assert list(notes({"decode": [decode_data(point)], "knee": {}})) == [told]
+    withheld = "batch 4, context 64: no figures, since layers.6 hit under 90% of what independent routing does"
+    silent = replace(point, valid=spreads(hits, 15.7))
+    assert list(notes({"decode": [decode_data(silent)], "knee": {}})) == [told, withheld]
+    assert list(notes({"decode": [decode_data(replace(POINT, experts={}))], "knee": {}})) == []
+
+
+def test_a_prefill_that_is_withheld_says_so():
+    point = PrefillPoint(
+        prompts=2, context=64, seconds=1.0, floor=0.5, experts={"layers.1.mlp.router": 8.0}, independent=16.0,
+        valid=False, memory_bytes=10,
+    )  # fmt: skip
+    data = prefill_data(point)
+    assert (data["seconds"], data["tokens_per_s"], data["floor_share"]) == (None, None, None)
+    assert list(prefill_notes([data])) == [
+        "2 prompts of 64: experts hit, layers.1: 8; by independent routing: 16.0",
+        "2 prompts of 64: no figures, since layers.1 hit under 90% of what independent routing does",
+    ]
 
 
 def test_layers_of_nodes():
@@ -180,7 +206,12 @@ def test_the_command(folder: Path, tmp_path: Path):
     assert sum(node["count"] * node["seconds"] for node in nodes.values()) < 3 * first["seconds"]
     assert first["floor"] is None  # no measured rates of a CPU
     assert data["prefill"][0]["tokens_per_s"] > 0
-    show(data)
+    told = io.StringIO()
+    show(data, Console(file=told))
+    assert f"the cache holds {data['cache_tokens']:,} tokens\n" in told.getvalue()
+    assert "batch 1, context 128: experts hit, layers.1 to layers.2: 2 x 4;" in told.getvalue()
+    prompts = data["prefill"][0]["prompts"]
+    assert f"{prompts} prompts of 128: experts hit, layers.1 to layers.2: 2 x 16;" in told.getvalue()
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
