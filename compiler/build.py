@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dsc.compiler import convert, evaluate, float8, quantize, random_numbers, ro
 from dsc.compiler.certify.certify import certify_build
 from dsc.compiler.checkpoint import Checkpoint
 from dsc.compiler.config import read_config
+from dsc.compiler.download import download_checkpoint
 from dsc.compiler.emission_plan import EmissionPlan, plan_emission
 from dsc.compiler.emit import emit, gather, outgrows, place, remaining_bytes, threads_for
 from dsc.compiler.engine_writer import EngineContents, toolchain, weight_bytes, write_engine
@@ -98,7 +100,8 @@ def compile_engine(
 ) -> Built:
     """Build an engine, or go on with a build of it that was cut short.
 
-    model     checkpoint folder or Hugging Face name instead of the recipe's; `download` fetches what is not here
+    model     checkpoint folder or Hugging Face name instead of the recipe's
+    download  fetch what is not here, weights only after everything that can be refused without them
     output    the engine's folder, default ./<recipe>.engine
     dump      folder for the graphs' text after each pass that changed them
     random    weights made up instead of read: of the model only config.json is needed
@@ -114,9 +117,10 @@ def compile_engine(
     if random is not None:
         checkpoint, recipe = random.apply(model or recipe.model, recipe)
     else:
-        folder = find_model(model or recipe.model, beside=[] if model else [Path(recipe.where).parent], fetch=download)
+        fetch = partial(download_checkpoint, recipe=recipe, output=_engine_folder(output, recipe)) if download else None
+        folder = find_model(model or recipe.model, [] if model else [Path(recipe.where).parent], fetch)
         checkpoint = Checkpoint.open(folder, read_config(folder), mtp=recipe.mtp.enabled)
-        told = _check_tokenizer(folder, recipe)
+        told = check_tokenizer(folder, recipe)
     check_fit(recipe, checkpoint.spec)
     progress.step("graphs")
     graphs, report = make_graphs(recipe, checkpoint, dump)
@@ -173,7 +177,7 @@ def _staging(
         "weights": plan.identity,
         **checkpoint.identity(),
     }
-    stage = Staging(output or Path(f"{recipe.name}.engine"), plan.file_bytes, identity)
+    stage = Staging(_engine_folder(output, recipe), plan.file_bytes, identity)
     try:
         with stage:
             if told := stage.resumed():
@@ -183,6 +187,10 @@ def _staging(
         if stage.kept:
             progress.tell(f"note: what is done is kept in {stage.folder}: the same command goes on from there")
         raise
+
+
+def _engine_folder(output: Path | None, recipe: Recipe) -> Path:
+    return output or Path(f"{recipe.name}.engine")
 
 
 def _sha256(text: str) -> str:
@@ -207,19 +215,6 @@ def check_buildable(recipe: Recipe) -> Target:
     raise_all(recipe.where, faults)
     assert target is not None
     return target
-
-
-def _check_tokenizer(folder: Path, recipe: Recipe) -> tuple[str, ...]:
-    """Raise DscError for a tokenizer that no engine could read, or that is missing to verify with; say where there is none."""
-    if not (folder / "tokenizer.json").is_file():
-        if recipe.verify is not None:
-            what = "verify needs the tokenizer, and the checkpoint has none"
-            raise DscError(
-                what, where=recipe.where, wanted=str(folder / "tokenizer.json"), try_="no `verify` in the recipe"
-            )
-        return (f"{folder.name} has no tokenizer.json: the engine takes and gives token ids",)
-    check_tokenizer(folder)
-    return ()
 
 
 def _fusions(report: PipelineReport) -> dict[str, tuple[int, int]]:

@@ -1,16 +1,17 @@
-"""Where a model is: a folder, or a repository in the local Hugging Face cache. The network is used by `download` alone."""
+"""Where a model is: a folder, or a repository in the local Hugging Face cache. The network is used by `fetch` alone."""
 
 from __future__ import annotations
 
 import importlib.resources
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dsc.runtime.errors import DscError
 
 # What a checkpoint needs: never code (*.py), never pickles, never a second copy of the weights in another format.
-PATTERNS = ("*.json", "*.jinja", "*.model", "model*.safetensors")
+SMALL_FILES = ("*.json", "*.jinja", "*.model")
+WEIGHTS = ("model*.safetensors",)
 # Bytes of the released weights, to 0.1 GB.
 SIZES = {
     **dict.fromkeys(
@@ -42,13 +43,13 @@ SIZES = {
 }  # fmt: skip
 
 
-def find_model(model: str, beside: Sequence[Path] = (), fetch: bool = False) -> Path:
+def find_model(model: str, beside: Sequence[Path] = (), download: Callable[[str], Path] | None = None) -> Path:
     """The folder of a model: a path (from the working folder, then from each folder of `beside`, then from a checkout of
     dsc, whose recipes name examples/tiny-r1), else a cached repository.
 
-    beside  folders that a recipe's relative path may start from, such as the recipe's own
-    fetch   download a repository, or what its cached copy lacks
-    raises  DscError with the command that fetches the model and its bytes
+    beside    folders that a recipe's relative path may start from, such as the recipe's own
+    download  called with a repository's name instead of looking into the cache; it gives the folder
+    raises    DscError with the command that fetches the model and its bytes
     """
     tried = [Path(model).expanduser(), *(folder / model for folder in beside)]
     for folder in (*tried, _checkout() / model):
@@ -63,7 +64,7 @@ def find_model(model: str, beside: Sequence[Path] = (), fetch: bool = False) -> 
         )
     if not _is_repository(model):
         raise DscError(f"no model at {model}", wanted="a folder, or owner/name on Hugging Face", got=_looked_at(tried))
-    if fetch:
+    if download is not None:
         return download(model)
     cached = _cached(model)
     if cached is None:
@@ -71,16 +72,18 @@ def find_model(model: str, beside: Sequence[Path] = (), fetch: bool = False) -> 
     return cached
 
 
-def download(model: str) -> Path:
-    """Fetch a repository into the Hugging Face cache and return its folder; what is already there is kept.
+def fetch(model: str, patterns: Sequence[str], revision: str | None = None) -> Path:
+    """Fetch files of a repository into the Hugging Face cache and return its folder; what is already there is kept.
 
-    raises  DscError where the hub cannot be reached or refuses
+    patterns  of names, as fnmatch reads them
+    revision  the commit, which is the name of an earlier call's folder; None: the newest one
+    raises    DscError where the hub cannot be reached or refuses
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=list(PATTERNS)))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()
         raise DscError(

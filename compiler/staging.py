@@ -48,7 +48,7 @@ class Staging:
         self._lock, self._committed, self._useless = -1, False, identity is None
 
     def __enter__(self) -> Staging:
-        self._check_target()
+        self.check_target()
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self._lock = self._take_lock()
@@ -104,7 +104,8 @@ class Staging:
             os.unlink(JOURNAL, dir_fd=self._lock)  # the lock is the folder, whatever its name is by now
         shutil.rmtree(self._replaced, ignore_errors=True)
 
-    def _check_target(self) -> None:
+    def check_target(self) -> None:
+        """Raise DscError where something stands at the target that a build must not replace."""
         target = self.target
         if not target.name or (target.exists() and not target.is_dir()):
             raise DscError("cannot become an engine", where=str(target), wanted="a folder, or a path that is free")
@@ -158,14 +159,18 @@ class Staging:
             else:
                 os.rename(self._replaced, self.target)
 
-    def _check_space(self) -> None:
+    def missing_bytes(self) -> int:
+        """Bytes that the build will still write, beside what an earlier one left in the folder."""
         there = sum(path.stat().st_blocks * 512 for path in self.folder.rglob("*") if path.is_file())
-        need, free = max(self.weight_bytes - there, 0) + _SPARE_BYTES, shutil.disk_usage(self.folder).free
+        return max(self.weight_bytes - there, 0) + _SPARE_BYTES
+
+    def _check_space(self) -> None:
+        need, free = self.missing_bytes(), shutil.disk_usage(self.folder).free
         if free < need:
             raise DscError(
                 "not enough disk space",
                 where=str(self.target.parent),
-                wanted=f"{need:,} bytes, {max(self.weight_bytes - there, 0):,} of them weights",
+                wanted=f"{need:,} bytes, {need - _SPARE_BYTES:,} of them weights",
                 got=f"{free:,} bytes free",
                 try_="--output on another disk",
             )

@@ -7,15 +7,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dsc.compiler.recipe import Recipe
 from dsc.runtime.errors import DscError
 from dsc.runtime.tokenizer import Tokenizer
 
 _READ = "import sys, tokenizers; tokenizers.Tokenizer.from_file(sys.argv[1]).encode('def f(x): return 1')"
 
 
-def check_tokenizer(folder: Path) -> None:
-    """Raise DscError for a folder with a tokenizer.json that no engine could read, saying why."""
+def check_tokenizer(folder: Path, recipe: Recipe) -> tuple[str, ...]:
+    """Raise DscError for a tokenizer that no engine could read, or that is missing to verify with; say where there is none."""
     path = folder / "tokenizer.json"
+    if path.is_file():
+        _check_readable(folder, path)
+        return ()
+    if recipe.verify is not None:
+        what = "verify needs the tokenizer, and the checkpoint has none"
+        raise DscError(what, where=recipe.where, wanted=str(path), try_="no `verify` in the recipe")
+    return (f"{folder.name} has no tokenizer.json: the engine takes and gives token ids",)
+
+
+def _check_readable(folder: Path, path: Path) -> None:
     tried = subprocess.run([sys.executable, "-c", _READ, str(path)], capture_output=True, text=True, errors="replace")
     if tried.returncode < 0:  # a panic in the tokenizers library, which no code of Python's can catch
         reason = signal.Signals(-tried.returncode).name

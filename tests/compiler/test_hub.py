@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import huggingface_hub
@@ -9,7 +10,7 @@ import pytest
 
 from dsc.compiler import hub
 from dsc.compiler.config import read_config
-from dsc.compiler.hub import SIZES, find_model
+from dsc.compiler.hub import SIZES, SMALL_FILES, WEIGHTS, fetch, find_model
 from dsc.compiler.tensor_names import expected_tensors
 from dsc.runtime.errors import DscError
 from dsc.runtime.spec import SourceFormat
@@ -84,34 +85,38 @@ def test_neither_folder_nor_repository(cache):
     assert caught.value.wanted == "a folder, or owner/name on Hugging Face"
 
 
-@pytest.mark.parametrize("fetch", [False, True])
-def test_the_example_without_a_checkout_is_not_asked_of_the_hub(cache, monkeypatch, fetch):
+def must_not_download(model: str) -> Path:
+    pytest.fail(f"downloaded {model}")
+
+
+@pytest.mark.parametrize("download", [None, must_not_download])
+def test_the_example_without_a_checkout_is_not_asked_of_the_hub(cache, monkeypatch, download):
     monkeypatch.setattr(hub, "_checkout", lambda: cache)
-    monkeypatch.setattr(hub, "download", lambda model: pytest.fail("downloaded"))
     with pytest.raises(DscError, match="no model at examples/tiny-r1") as caught:
-        find_model("examples/tiny-r1", fetch=fetch)
+        find_model("examples/tiny-r1", download=download)
     assert caught.value.try_ == "--model FOLDER"
 
 
-def test_fetch_downloads_data_and_no_code(cache, monkeypatch):
-    asked = {}
-
-    def snapshot_download(repository, allow_patterns):
-        asked.update(repository=repository, patterns=allow_patterns)
-        return str(put(cache, repository, "config.json"))
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert find_model(R1, fetch=True).name == "abc"
-    assert asked["repository"] == R1
-    assert not any(Path("modeling_deepseek.py").match(pattern) for pattern in asked["patterns"])
-    assert not any(Path("pytorch_model.bin").match(pattern) for pattern in asked["patterns"])
-    for file in ("config.json", "model-00001-of-000163.safetensors", "tokenizer.json", "model.safetensors.index.json"):
-        assert any(Path(file).match(pattern) for pattern in asked["patterns"]), file
+def test_patterns_name_data_and_no_code():
+    assert matching(SMALL_FILES) == {"config.json", "tokenizer.json", "model.safetensors.index.json"}
+    assert matching(WEIGHTS) == {"model-00001-of-000163.safetensors", "model.safetensors"}
 
 
-def test_fetch_takes_a_folder_as_it_is(cache, monkeypatch):
-    monkeypatch.setattr(hub, "download", lambda model: pytest.fail("downloaded"))
-    assert find_model(str(TINY), fetch=True) == TINY
+def matching(patterns: tuple[str, ...]) -> set[str]:
+    files = (
+        "config.json", "model-00001-of-000163.safetensors", "model.safetensors", "tokenizer.json",
+        "model.safetensors.index.json", "modeling_deepseek.py", "pytorch_model.bin",
+    )  # fmt: skip
+    return {file for file in files for pattern in patterns if fnmatch(file, pattern)}
+
+
+def test_a_download_is_asked_for_a_repository_even_where_it_is_cached(cache, tmp_path):
+    put(cache, R1, "config.json")
+    assert find_model(R1, download=lambda model: tmp_path / model) == tmp_path / R1
+
+
+def test_a_folder_is_taken_as_it_is(cache):
+    assert find_model(str(TINY), download=must_not_download) == TINY
 
 
 def test_a_failed_download_says_how_to_go_on(cache, monkeypatch):
@@ -120,7 +125,7 @@ def test_a_failed_download_says_how_to_go_on(cache, monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(DscError) as caught:
-        find_model(R1, fetch=True)
+        fetch(R1, SMALL_FILES)
     assert caught.value.got == "No space left on device"
     assert caught.value.try_.startswith("hf download deepseek-ai/DeepSeek-R1: run again")
 
