@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support import planted_kernels
 
 from dsc.compiler import codegen
 from dsc.compiler.codegen import Built, CubinCompiler, build_one, scan_one
 from dsc.compiler.crosscompile import Dot
 from dsc.compiler.cubin import Resources
+from dsc.plugins import moe
 from dsc.plugins.gpu_node import Arch, Compiled, CudaSource, TritonSource
 
 DOT = TritonSource(
@@ -66,6 +72,44 @@ def test_sources_of_one_architecture_for_the_chip_of_another(tmp_path: Path) -> 
     compiler.build()
     assert compiler.built[DOT].compiled.cubin.startswith("kernels/sm90_planted_dot-")
     assert any(name.startswith("HGMMA") for name in compiler.contents()[DOT].tensor_cores)
+
+
+BUILD = """
+from pathlib import Path
+from dsc.compiler.codegen import CubinCompiler
+from dsc.plugins.gpu_node import Arch, CudaSource, TritonSource
+signature = (("gate", "*bf16"), ("y", "*bf16"))
+defines = (("EXPERTS", "16"), ("TILE", "16"), ("THREADS", "1024"), ("PDL", "1"), ("LATE", "0"))
+compiler = CubinCompiler(Arch("sm_90a"))
+compiler.compile(TritonSource("planted.kernels", "planted_dot", signature, (("ROWS", 64),), 4, 3, pdl=False))
+compiler.compile(CudaSource("planted.kernels", "plan.cu", "moe_plan", defines))
+compiler.build()
+print(*compiler.write(Path("engine")), sep="\\n")
+"""
+
+
+def build_in(folder: Path, seed: str) -> dict[str, bytes]:
+    """Cubins of one Triton and one CUDA C++ source, made by a process that has its sources and caches in this folder."""
+    package = folder / "planted"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    shutil.copy(planted_kernels.__file__, package / "kernels.py")
+    shutil.copy(Path(moe.__file__).parent / "plan.cu", package)
+    caches = {"XDG_CACHE_HOME": str(folder / "xdg"), "TRITON_CACHE_DIR": str(folder / "triton")}
+    environment = {**os.environ, **caches, "PYTHONPATH": str(folder), "PYTHONHASHSEED": seed}
+    ran = subprocess.run(
+        [sys.executable, "-c", BUILD], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert len(list((folder / "xdg" / "dsc" / "cubins").iterdir())) == 2  # nothing came from another build's cache
+    assert any((folder / "triton").iterdir())
+    return {name: (folder / "engine" / name).read_bytes() for name in ran.stdout.splitlines()}
+
+
+def test_bytes_depend_neither_on_folders_nor_on_caches(tmp_path: Path) -> None:
+    first, second = build_in(tmp_path / "first", "1"), build_in(tmp_path / "elsewhere" / "and deeper", "2")
+    assert [name.rpartition("-")[0] for name in first] == ["kernels/sm90_moe_plan", "kernels/sm90_planted_dot"]
+    assert first == second
 
 
 # What ptxas makes of registers that are allowed (0: any) and stages: registers and bytes of stack.
