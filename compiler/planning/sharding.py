@@ -59,6 +59,20 @@ def shard_faults(spec: ModelSpec, weights: Sequence[PlannedWeight], mesh: Mesh) 
     return [fault for weight in weights for fault in _weight_faults(spec, weight, mesh)]
 
 
+def split(weight: PlannedWeight, mesh: Mesh) -> tuple[int | None, int]:
+    """The axis of a matrix that is split (0 rows, 1 columns; None: every rank has it) and over how many ranks."""
+    name = weight.name.removesuffix(".weight").rpartition(".")[2]
+    if weight.name in BY_VOCABULARY:
+        return 0, mesh.tensor
+    if weight.weight_class in ("attention", "kv_b"):
+        return dict(BY_HEADS).get(name), mesh.tensor
+    if weight.weight_class in ("dense_mlp", "shared_experts"):
+        return dict(BY_WIDTH).get(name), mesh.tensor
+    if weight.weight_class == "experts":
+        return dict(BY_WIDTH).get(name), mesh.expert_width_ways
+    return None, 1
+
+
 def rank_bytes(spec: ModelSpec, weight: PlannedWeight, mesh: Mesh) -> int:
     """Bytes that one rank stores of a weight, of one layer. The mesh must be without faults."""
     return stored_bytes(_rank_shape(spec, weight, mesh), weight.format)
@@ -107,7 +121,7 @@ def _allowed_text(meshes: Sequence[Mesh], wanted_ranks: int) -> str:
 
 
 def _weight_faults(spec: ModelSpec, weight: PlannedWeight, mesh: Mesh) -> Iterator[tuple[str, str]]:
-    axis, ways = _split(weight, mesh)
+    axis, ways = split(weight, mesh)
     if weight.name in BY_VOCABULARY:
         return
     if _holds_queries(spec, weight):
@@ -136,23 +150,9 @@ def _grain(format_: Format | None, axis: int) -> tuple[int, str]:
     return 1, ""
 
 
-def _split(weight: PlannedWeight, mesh: Mesh) -> tuple[int | None, int]:
-    """The axis of a matrix that is split (0 rows, 1 columns; None: every rank has it) and over how many ranks."""
-    name = weight.name.removesuffix(".weight").rpartition(".")[2]
-    if weight.name in BY_VOCABULARY:
-        return 0, mesh.tensor
-    if weight.weight_class in ("attention", "kv_b"):
-        return dict(BY_HEADS).get(name), mesh.tensor
-    if weight.weight_class in ("dense_mlp", "shared_experts"):
-        return dict(BY_WIDTH).get(name), mesh.tensor
-    if weight.weight_class == "experts":
-        return dict(BY_WIDTH).get(name), mesh.expert_width_ways
-    return None, 1
-
-
 def _rank_shape(spec: ModelSpec, weight: PlannedWeight, mesh: Mesh) -> tuple[int, ...]:
     *lead, rows, columns = weight.shape if len(weight.shape) > 1 else (1, *weight.shape)
-    axis, ways = _split(weight, mesh)
+    axis, ways = split(weight, mesh)
     if _holds_queries(spec, weight):
         rows = (rows - spec.cache_width) // mesh.tensor + spec.cache_width  # queries by heads, kv_a whole
     elif axis == 0:
