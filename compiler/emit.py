@@ -90,8 +90,9 @@ def emit(
                     expect(source.name)
             syncing.check()
             journal.add_job(number, convert(plan.jobs[number], read, files.write, advance))
-            for source in plan.jobs[number].sources if release else ():
-                release(source.name)
+            if release is not None:
+                for source in plan.jobs[number].sources:
+                    release(source.name)
 
         work_through(todo, work, threads)
         tensor_sha256, file_sha256 = files.finish(threads)

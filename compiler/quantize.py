@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from dsc.compiler.float8 import e4m3_to_float32
-from dsc.compiler.pieces import RUN_ELEMENTS
+from dsc.compiler.pieces import RUN_ELEMENTS as RUN_ELEMENTS
 from dsc.compiler.round_integers import (
     BUFFERS,
     LARGEST_STEP,
