@@ -1,6 +1,6 @@
 """What an engine's server starts with: within the recipe's limits and the GPU's memory, kept in the manifest."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from dsc.compiler.planning.serving import SEQUENCE_TOKENS, serving_settings
 from dsc.compiler.planning.sharding import Mesh
 from dsc.compiler.recipe import load_recipe
 from dsc.runtime.artifact import EngineFolder
-from dsc.runtime.manifest import Limits, Serving
+from dsc.runtime.manifest import Limits
 
 R1 = read_shape("deepseek-ai/DeepSeek-R1")[0]
 V2_LITE = read_shape("deepseek-ai/DeepSeek-V2-Lite")[0]
@@ -117,7 +117,11 @@ def test_the_manifest_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     recipe = load_recipe("tiny-r1-wint4")
     plain = build.compile_engine(recipe, model=str(TINY_R1), output=tmp_path / "plain.engine")
     assert EngineFolder.open(plain.folder).manifest.serving is None
-    wanted = Serving("h200", 3, 5, 7)
-    monkeypatch.setattr(build, "serving_settings", lambda spec, recipe: wanted)
+    for_gpu = recipe.override("sm_90a")  # whose kernels take minutes to build
+    monkeypatch.setattr(build, "serving_settings", lambda spec, _: serving_settings(spec, for_gpu))
     told = build.compile_engine(recipe, model=str(TINY_R1), output=tmp_path / "told.engine")
-    assert EngineFolder.open(told.folder).manifest.serving == wanted
+    planned = make_plan(for_gpu, str(TINY_R1), gpus=["h200"])
+    kept = EngineFolder.open(told.folder).manifest.serving
+    assert kept is not None
+    assert kept == planned.serving
+    assert asdict(kept) == {"gpu": "h200", **planned.to_json()["gpus"][0]["serving"]}
