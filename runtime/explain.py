@@ -172,8 +172,8 @@ def kernels_of(node: ProgramNode) -> list[str]:
             f"{cpu}, or reference.py where that binds nothing" if has_own else cpu.replace("cpu.py", "reference.py")
         ]
     return [
-        f"{variant.guard or 'always'}: {', '.join(dict.fromkeys(_step_names(variant.steps)))}"
-        for variant in node.variants
+        f"{variant.guard or ('otherwise' if i else 'always')}: {', '.join(dict.fromkeys(_step_names(variant.steps)))}"
+        for i, variant in enumerate(node.variants)
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support.builds import dsc, refusal
+from support.builds import dsc, hashes, refusal
+from support.damage import rehash
 from support.engines import TINY_R1
 
 from dsc.compiler.build import compile_engine
@@ -18,6 +20,8 @@ from dsc.compiler.cubin import is_fp8, mnemonics, read_resources
 from dsc.compiler.recipe import load_recipe
 from dsc.runtime import inspect
 from dsc.runtime.artifact import EngineFolder
+from dsc.runtime.diff import diff
+from dsc.runtime.explain import explain
 
 Build = Callable[[str, str], Path]
 
@@ -126,11 +130,81 @@ def test_the_command(build: Build) -> None:
     assert "show different things" in refusal("inspect", engine, "--kernels", "--layer", "1")
 
 
+def test_a_node_is_explained_by_what_it_launches(build: Build) -> None:
+    """Names by hand, launches inside a repeat too; every file named is one of the engine's."""
+    engine = build("fp8", "sm_90a")
+    folder = EngineFolder.open(engine)
+
+    def kernels(node: str) -> dict[str, dict[str, list[str]]]:
+        """Graph -> sizes served -> names of what is launched, in order."""
+        found: dict[str, dict[str, list[str]]] = {}
+        for graph in explain(folder, node)["graphs"]:
+            for line in graph["kernels"]:
+                sizes, _, launched = line.partition(": ")
+                names = [name.partition(" of ") for name in launched.split(", ")]
+                assert all(f"kernels/{Path(file).name}" in folder.manifest.files for _, of, file in names if of), line
+                found.setdefault(graph["graph"], {})[sizes] = [name for name, _, _ in names]
+        return found
+
+    (file,) = (engine / "kernels").glob("*_swiglu-*.cubin")
+    (decode,) = (graph for graph in explain(folder, "layers.0.mlp.swiglu")["graphs"] if graph["graph"] == "main.decode")
+    assert decode["kernels"] == [f"always: swiglu of kernels/{file.name}"]
+    attention = kernels("layers.2.self_attn.attention")
+    assert set(attention) == {"main.prefill", "main.decode"}
+    assert attention["main.decode"] == {
+        "T <= 4 and B <= 16": ["mla_queries", "sm90_mla_decode", "mla_values_few"],
+        "T <= 16 and B <= 16": ["mla_queries", "sm90_mla_decode", "mla_values"],
+        "otherwise": ["mla_queries", "sm90_mla_decode", "mla_values"],
+    }
+    repeated = ["mla_dequantize", "mla_contexts", "mla_expand", "mla_prefill"]
+    assert attention["main.prefill"]["otherwise"][-4:] == repeated
+    head = kernels("mtp.eh_proj")["mtp.decode"]
+    assert head == {"T <= 16": ["linear"], "otherwise": ["gemm"]}  # through cuBLAS: no kernel of the engine's
+    readers = explain(folder, "model.layers.4.eh_proj.weight")["readers"]
+    assert [reader["graph"] for reader in readers] == ["mtp.decode", "mtp.prefill"]
+    assert all("otherwise: gemm" in reader["kernels"] for reader in readers)
+    shown = dsc("explain", engine, "layers.0.mlp.swiglu").stdout
+    assert f"kernel                 always: swiglu of kernels/{file.name}\n" in shown
+
+
+def test_a_changed_kernel_is_told(build: Build, tmp_path: Path) -> None:
+    """By its name and both sha256; and nothing else, where nothing else changed."""
+    engine = build("fp8", "sm_90a")
+    other = Path(shutil.copytree(engine, tmp_path / "other.engine"))
+    (cubin,) = (other / "kernels").glob("*_swiglu-*.cubin")
+    cubin.write_bytes(cubin.read_bytes() + b"\0")
+    rehash(other)
+    found = diff(EngineFolder.open(engine), EngineFolder.open(other))
+    name = f"kernels/{cubin.name}"
+    row = {"kernel": name, "a": hashes(engine)[name][:16], "b": hashes(other)[name][:16]}
+    assert row["a"] != row["b"]
+    assert found["kernels"] == [row]
+    assert {key: rows for key, rows in found.items() if isinstance(rows, list) and rows} == {"kernels": [row]}
+    result = dsc("diff", engine, other)
+    assert result.exit_code == 1
+    for told in row.values():
+        assert told in result.stdout
+
+
+def test_kernels_of_two_targets(build: Build) -> None:
+    """Each has its own: all of both are told, with nothing on the other side."""
+    engines = [build("fp8", "sm_90a"), build("wint8", "sm_80")]
+    found = diff(*map(EngineFolder.open, engines))
+    sides = [{row["kernel"] for row in found["kernels"] if row[side] != "-"} for side in ("a", "b")]
+    assert sides == [{f"kernels/{file.name}" for file in (engine / "kernels").iterdir()} for engine in engines]
+    assert not sides[0] & sides[1]
+    assert all("-" in (row["a"], row["b"]) for row in found["kernels"])
+    assert {"key": "target", "a": "sm_90a", "b": "sm_80"} in found["recipe"]
+
+
 def test_an_engine_of_the_cpu_has_none(build: Build) -> None:
     engine = build("fp8", "cpu")
     assert "an engine for cpu has no kernels" in refusal("inspect", engine, "--kernels")
     data = json.loads(dsc("inspect", engine, "--kernels", "--json").stdout)
     assert (data["kernels"], data["steps"]) == ([], [])
+    both = diff(EngineFolder.open(engine), EngineFolder.open(build("fp8", "sm_90a")))
+    assert len(both["kernels"]) > 30
+    assert {row["a"] for row in both["kernels"]} == {"-"}
 
 
 def test_looking_takes_no_compiler_and_no_tools(build: Build) -> None:
