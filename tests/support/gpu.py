@@ -33,6 +33,13 @@ def case_inputs(case: Case) -> tuple[dict[str, torch.Tensor], Mapping[str, Attri
     return {name: tensor for name, tensor in slots.items() if tensor is not None}, node.attributes
 
 
+def check_clear(program: Program, memory: Mapping[str, torch.Tensor]) -> None:
+    """After a step, zeroed operands are zero again: the next step finds them as the first one did."""
+    zeroed = [name for name, operand in program.operands.items() if operand.role == "zeroed"]
+    left = {name: count for name in zeroed if (count := int(memory[name].view(torch.uint8).count_nonzero()))}
+    assert not left, f"{program.name}: bytes that are not zero after the step: {left}"
+
+
 class Cubins:
     """The kernels of a CubinCompiler as an engine folder would serve them."""
 
@@ -79,13 +86,14 @@ class GpuOp:
         return self.program.operands[name].role
 
     def __call__(self, **changed: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Run once; inputs may be changed by name. Outputs are poisoned before and copied after."""
+        """Run once; inputs may be changed by name. Outputs are poisoned before and copied after, zeroed memory is checked."""
         for name, operand in self.program.operands.items():
             if operand.role == "output":
                 self.executor._tensors[name].view(torch.uint8).fill_(POISON)
         given = {n: changed.get(n, self.inputs[n]).cuda() for n in self.program.inputs if n not in self.states}
         outputs = self.executor.run(given)
         torch.cuda.synchronize()
+        check_clear(self.program, self.executor._tensors)
         return {name: tensor.clone() for name, tensor in outputs.items()}
 
     def calls(self) -> list[BoundStep]:

@@ -28,7 +28,7 @@ from dsc.runtime.expressions import LETTERS, evaluate, parse_guard
 from dsc.runtime.program import Program
 from dsc.runtime.steps import Gemm, Kernel, Matrix, Pointer, Repeat, Scalar, Step
 from support.compare import compare
-from support.gpu import POISON, case_inputs, node_program
+from support.gpu import POISON, case_inputs, check_clear, node_program
 from support.op_cases import CASES, Case, Draw, formats_of, model_widths
 
 FORMATS = ("bf16", "fp8", "wint8", "wint4:128", "mixed")
@@ -79,8 +79,7 @@ class InterpretedOp:
         (node,) = self.program.nodes
         steps = next(v for v in node.variants if parse_guard(v.guard).holds(letters)).steps
         self._run(steps, letters)
-        zeroed = [name for name, operand in self.program.operands.items() if operand.role == "zeroed"]
-        assert not any(self.memory[name].any() for name in zeroed), "zeroed memory is left clear"
+        check_clear(self.program, self.memory)
         return {name: self._output(name, letters) for name in self.program.outputs}
 
     def _output(self, name: str, letters: Mapping[str, int]) -> torch.Tensor:
