@@ -24,7 +24,10 @@ MEASURED = (
     "end_to_end.top1",
     "end_to_end.nats",
     "end_to_end.worst_kl",
+    "end_to_end.non_finite",
+    "stored.saturated",
     "mtp.engine",
+    "mtp.reference",
     "text.name",
     "device",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -134,6 +135,24 @@ def test_certificates(tmp_path: Path) -> None:
     assert rows["end_to_end.kl"] == {"key": "end_to_end.kl", "a": made.to_json()["end_to_end"]["kl"], "b": "-"}
     verify_engine(b, windows=1, window_tokens=24)
     assert compare(a, b)["certificate"] == []
+    assert made.mtp is not None
+    other = replace(
+        made,
+        end_to_end=replace(made.end_to_end, non_finite=7),
+        stored=replace(made.stored, saturated=made.stored.saturated + 3),
+        mtp=replace(made.mtp, reference=0.25),
+    )
+    other.write(b)
+    assert compare(a, b)["certificate"] == [
+        {"key": "end_to_end.non_finite", "a": 0, "b": 7},
+        {"key": "stored.saturated", "a": made.stored.saturated, "b": made.stored.saturated + 3},
+        {"key": "mtp.reference", "a": made.to_json()["mtp"]["reference"], "b": 0.25},
+    ]
+    replace(made, mtp=None).write(b)
+    assert {row["key"]: row["b"] for row in compare(a, b)["certificate"]} == {"mtp.engine": "-", "mtp.reference": "-"}
+    shown = CliRunner().invoke(main, ["diff", str(a), str(b)])
+    assert shown.exit_code == 0  # the same engine, measured with and without its drafts
+    assert "mtp.reference" in shown.output
 
 
 def test_nan_is_the_largest_change(build: Callable[[str], Path], tmp_path: Path) -> None:
