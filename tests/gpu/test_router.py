@@ -20,7 +20,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("tokens", "width"), [(1, 7168), (4, 2000), (5, 2048), (129, 7168), (300, 160)])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 7168), (3, 7168), (4, 2000), (5, 2048), (129, 7168), (300, 160)])
 def test_router(kind: str, dtype: torch.dtype, tokens: int, width: int) -> None:
     from support.gpu import GpuOp
 
