@@ -17,7 +17,7 @@ def device_logits(path: Path, device: str, windows: Windows, rows: int) -> Itera
 
     A step gives as many logits as the engine's prefill graph has room for; a window goes on over the cache.
     """
-    engine = load(path, device, prefix_reuse=False)
+    engine = load(path, device, cache_tokens=max(map(len, windows)), prefix_reuse=False)  # one window at a time
     block_tokens = engine.manifest.kv_cache.block_tokens
     letters = engine.programs[engine.manifest.models["main"].phases["prefill"]].program.letters
     size = min(rows, letters["T"], letters["R"])
