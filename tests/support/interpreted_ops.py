@@ -141,12 +141,26 @@ def check(op: str, format_: str, dtype: torch.dtype, tokens: int, damaged: bool 
     """Raise AssertionError where the interpreted kernels leave the reference's tolerance; `damaged`: a few inputs are 0."""
     with model_widths():
         case = CASES[op](Draw(tokens, dtype, format_, torch.Generator().manual_seed(tokens + 1)))
+    compare_op(case, dtype, format_, tokens, damaged)
+
+
+def check_split(format_: str, dtype: torch.dtype) -> None:
+    """Linear over a width whose sums are of several programs, which count in zeroed memory."""
+    draw = Draw(3, dtype, format_, torch.Generator().manual_seed(1))
+    case = Case("Linear", {"x": draw.activations(3, 1600), "w": draw.weight(72, 1600)}, {"y": "linear"}, {})
+    node = compare_op(case, dtype, format_, 3)
+    assert any(operand.role == "zeroed" for operand in node.program.operands.values()), format_
+
+
+def compare_op(case: Case, dtype: torch.dtype, format_: str, tokens: int, damaged: bool = False) -> InterpretedOp:
+    """Run a case interpreted, compare every output with the reference's; the node that ran."""
     want = case.bind("reference")()
     node = InterpretedOp(case, {"T": 64, "B": 4, "R": 64})
     if damaged:
         node.memory[next(iter(node.inputs))][:64] = 0
     for name, value in node().items():
-        compare(case, name, value, want[name], dtype, f"dsc.{op}.{name}, {tokens} tokens, {format_}, {dtype}")
+        compare(case, name, value, want[name], dtype, f"dsc.{case.op}.{name}, {tokens} tokens, {format_}, {dtype}")
+    return node
 
 
 def main(ops: Sequence[str], damaged: bool = False) -> None:
@@ -157,6 +171,8 @@ def main(ops: Sequence[str], damaged: bool = False) -> None:
         for format_, dtype in kinds:
             for tokens in TOKENS:
                 check(op, format_, dtype, tokens, damaged)
+            if op == "Linear":
+                check_split(format_, dtype)
         print(f"{op}: {len(kinds)} kinds fit")
 
 
