@@ -12,7 +12,7 @@ from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.errors import DscError
 from dsc.runtime.program import Program
 
-# Target -> "module:class"; the class is called with the engine's folder and the device asked for.
+# Target -> "module:class"; the class is called as `make_backend` is.
 BACKENDS: dict[str, str] = {
     "cpu": "dsc.runtime.cpu_backend:CpuBackend",
     "sm_80": "dsc.runtime.cuda.backend:CudaBackend",
@@ -87,15 +87,18 @@ class Backend(Protocol):
         ...
 
 
-def make_backend(folder: EngineFolder, device: str | None, gpu_memory: float | None = None) -> Backend:
+def make_backend(
+    folder: EngineFolder, device: str | None, gpu_memory: float | None = None, least_cache_bytes: int = 0
+) -> Backend:
     """The backend of an engine's target. Raises DscError where this version or this machine cannot run it.
 
-    gpu_memory  bytes of a GPU's memory that the engine may take in all; None: what is free
+    gpu_memory         bytes of a GPU's memory that the engine may take in all; None: what is free
+    least_cache_bytes  that a cache will need beside the weights: refused before those are loaded
     """
     target = folder.manifest.target
     if target not in BACKENDS:
         wanted = ", ".join(BACKENDS)
         raise DscError(f"engines for {target} cannot be run by this version", where=str(folder.path), wanted=wanted)
     module, _, name = BACKENDS[target].partition(":")
-    backend: Backend = getattr(importlib.import_module(module), name)(folder, device, gpu_memory)
+    backend: Backend = getattr(importlib.import_module(module), name)(folder, device, gpu_memory, least_cache_bytes)
     return backend

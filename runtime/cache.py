@@ -132,6 +132,12 @@ class LatentCache:
             tensor[list(blocks)] = 0
 
 
+def least_blocks(sequences: int, context_tokens: int, block_tokens: int, wanted_tokens: int | None) -> int:
+    """Blocks that a cache needs to be of use: for one sequence at full context, or for the wanted tokens."""
+    one_sequence = -(-context_tokens // block_tokens)
+    return one_sequence if wanted_tokens is None else min(-(-wanted_tokens // block_tokens), sequences * one_sequence)
+
+
 def choose_num_blocks(
     sequences: int,
     context_tokens: int,
@@ -153,15 +159,15 @@ def choose_num_blocks(
     where          the engine, for the message
     raises         DscError where the wanted tokens, or one sequence at full context, have no room
     """
-    one_sequence = -(-context_tokens // block_tokens)
+    least = least_blocks(sequences, context_tokens, block_tokens, wanted_tokens)
     if wanted_tokens is not None and wanted_tokens < 1:
         raise DscError("the cache must hold a token", wanted="cache_tokens of 1 or more", got=str(wanted_tokens))
     affordable = free_bytes // block_bytes
     if wanted_tokens is None:
-        least, chosen = one_sequence, min(sequences * one_sequence, affordable)
+        chosen = min(sequences * least, affordable)
         asked = f"one sequence of {context_tokens:,} tokens"
     else:
-        least = chosen = min(-(-wanted_tokens // block_tokens), sequences * one_sequence)
+        chosen = least
         asked = f"cache_tokens {wanted_tokens:,}"
     if least > affordable and not (may_swap and wanted_tokens is not None):
         raise DscError(

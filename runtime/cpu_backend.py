@@ -19,7 +19,9 @@ from dsc.runtime.weights import Weights
 class CpuBackend:
     """See `dsc.runtime.backends.Backend`."""
 
-    def __init__(self, folder: EngineFolder, device: str | None, gpu_memory: float | None = None) -> None:
+    def __init__(
+        self, folder: EngineFolder, device: str | None, gpu_memory: float | None = None, least_cache_bytes: int = 0
+    ) -> None:
         if device not in (None, "cpu"):
             raise DscError(
                 f"an engine for cpu cannot run on {device}", where=str(folder.path), wanted="cpu", got=device

@@ -15,7 +15,7 @@ import torch
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.backends import Backend, Runner, make_backend
 from dsc.runtime.batch import Batch, BatchBuilder
-from dsc.runtime.cache import LatentCache, choose_num_blocks
+from dsc.runtime.cache import LatentCache, choose_num_blocks, least_blocks
 from dsc.runtime.errors import DscError, nearest
 from dsc.runtime.load_text import load_text
 from dsc.runtime.loop import Loop
@@ -54,12 +54,20 @@ def load(
     folder = EngineFolder.open(path)
     checking = _Checking(folder) if verify else None
     try:
-        engine = Engine(folder, make_backend(folder, device, gpu_memory), cache_tokens, prefix_reuse)
+        backend = make_backend(folder, device, gpu_memory, _least_cache_bytes(folder.manifest, cache_tokens))
+        engine = Engine(folder, backend, cache_tokens, prefix_reuse)
     finally:
         if checking is not None:
             checking.finish()
     folder.drop_pages()
     return engine
+
+
+def _least_cache_bytes(manifest: Manifest, cache_tokens: int | None) -> int:
+    limits, layout = manifest.limits, manifest.kv_cache
+    layers = sum(len(model.layers) for model in manifest.models.values())
+    blocks = least_blocks(limits.sequences, limits.context_tokens, layout.block_tokens, cache_tokens)
+    return blocks * layout.block_bytes * layers
 
 
 class _Checking(threading.Thread):

@@ -21,7 +21,9 @@ SPARE_BYTES = 1 << 30  # left to the driver, CUDA graphs and cuBLAS
 class CudaBackend:
     """See `dsc.runtime.backends.Backend`."""
 
-    def __init__(self, folder: EngineFolder, device: str | None, gpu_memory: float | None = None) -> None:
+    def __init__(
+        self, folder: EngineFolder, device: str | None, gpu_memory: float | None = None, least_cache_bytes: int = 0
+    ) -> None:
         self.device = _find_device(folder, device)
         self._folder = folder
         torch.cuda.empty_cache()  # what an engine deleted before has left to torch is free too
@@ -30,7 +32,7 @@ class CudaBackend:
         manifest = folder.manifest
         self._programs = {name: folder.program(name) for name in manifest.graphs}
         files = sorted({entry.file for entry in manifest.tensors.values()})
-        self._check_memory(sum((folder.path / name).stat().st_size for name in files))
+        self._check_memory(sum((folder.path / name).stat().st_size for name in files), least_cache_bytes)
         self.loaded = load_files(folder.path, files, self.device)
         weights = {
             name: self.loaded.blocks[entry.file][entry.offset : entry.offset + entry.bytes].view(
@@ -45,18 +47,23 @@ class CudaBackend:
     def _arena_bytes(self) -> int:
         return max(1, *(program.arena_bytes for program in self._programs.values()))
 
-    def _check_memory(self, weight_bytes: int) -> None:
+    def _check_memory(self, weight_bytes: int, cache_bytes: int) -> None:
         fixed = self._arena_bytes() + sum(_fixed_bytes(program) for program in self._programs.values())
         free, total = torch.cuda.mem_get_info(self.device)
         may_take = free - self._floor
-        if weight_bytes + fixed + SPARE_BYTES > may_take:
+        need = weight_bytes + fixed + cache_bytes + SPARE_BYTES
+        if need > may_take:
             raise DscError(
                 "the engine does not fit on the GPU",
                 where=str(self._folder.path),
-                details=[("weights", f"{weight_bytes:,} bytes"), ("steps", f"{fixed:,} bytes")],
-                wanted=f"{weight_bytes + fixed + SPARE_BYTES:,} bytes and room for the cache",
+                details=[
+                    ("weights", f"{weight_bytes:,} bytes"),
+                    ("steps", f"{fixed:,} bytes"),
+                    ("cache", f"{cache_bytes:,} bytes at least"),
+                ],
+                wanted=f"{need:,} bytes",
                 got=f"{may_take:,} bytes to take, {free:,} of {total:,} free",
-                try_="smaller limits, a recipe with fewer bits, or a GPU that nobody else uses",
+                try_="a smaller cache, smaller limits, a recipe with fewer bits, or a GPU that nobody else uses",
             )
 
     def program(self, name: str) -> CudaExecutor:

@@ -57,25 +57,43 @@ def step_bytes(engine: EngineFolder) -> int:
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    engine, weights = gpu_folder(folder), weight_file_bytes(folder)
-    need = weights + step_bytes(engine) + SPARE_BYTES
+    engine, weights, cache = gpu_folder(folder), weight_file_bytes(folder), 12345
+    need = weights + step_bytes(engine) + cache + SPARE_BYTES
     gpu = GpuOf(monkeypatch, need)
     with pytest.raises(InterruptedError):
-        CudaBackend(engine, None)
+        CudaBackend(engine, None, None, cache)
     with pytest.raises(DscError) as error:
-        CudaBackend(engine, None, gpu_memory=need - 1)  # of what is free
+        CudaBackend(engine, None, need - 1, cache)  # of what is free
     assert f"{need - 1:,} bytes to take, {need:,} of {1 << 40:,} free" in error.value.got
     GpuOf(monkeypatch, need - 1)
     with pytest.raises(DscError) as error:
-        CudaBackend(engine, None)
+        CudaBackend(engine, None, None, cache)
     assert (error.value.what, error.value.where) == ("the engine does not fit on the GPU", str(folder))
     assert error.value.details == (
         ("weights", f"{weights:,} bytes"),
         ("steps", f"{step_bytes(engine):,} bytes"),
+        ("cache", "12,345 bytes at least"),
     )
-    assert error.value.wanted == f"{need:,} bytes and room for the cache"
+    assert error.value.wanted == f"{need:,} bytes"
     assert error.value.got == f"{need - 1:,} bytes to take, {need - 1:,} of {1 << 40:,} free"
     assert gpu.loads == 1
+
+
+@pytest.mark.parametrize(("cache_tokens", "blocks"), [(None, BLOCKS_A_SEQUENCE), (300, 5)])
+def test_a_load_tells_the_backend_what_the_cache_needs(
+    folder: Path, cache_tokens: int | None, blocks: int, monkeypatch: pytest.MonkeyPatch
+):
+    """So that a cache without room is refused before minutes of loading."""
+    told = []
+
+    def make(folder: EngineFolder, device: str | None, gpu_memory: float | None, least_cache_bytes: int) -> CpuBackend:
+        told.append(least_cache_bytes)
+        return CpuBackend(folder, device)
+
+    monkeypatch.setattr("dsc.runtime.engine.make_backend", make)
+    engine = runtime.load(folder, cache_tokens=cache_tokens)
+    layers = sum(len(model.layers) for model in engine.manifest.models.values())
+    assert told == [blocks * engine.manifest.kv_cache.block_bytes * layers]
 
 
 class FullGpu(CpuBackend):

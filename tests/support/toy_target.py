@@ -56,7 +56,9 @@ def _variants(node: ProgramNode) -> tuple[Variant, ...]:
 class ToyBackend:
     """The runtime's half: see `dsc.runtime.backends.Backend`."""
 
-    def __init__(self, folder: EngineFolder, device: str | None, gpu_memory: float | None = None) -> None:
+    def __init__(
+        self, folder: EngineFolder, device: str | None, gpu_memory: float | None = None, least_cache_bytes: int = 0
+    ) -> None:
         self.device = torch.device("cpu")
         self.folder = folder
 
