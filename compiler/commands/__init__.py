@@ -1,0 +1,1 @@
+"""What each `dsc` command does, by kind; compiler/cli.py puts them together."""
