@@ -13,7 +13,14 @@ from dsc.compiler.emission_plan import Job
 from dsc.compiler.evaluate import Read, Rows, evaluate, row_blocks
 from dsc.compiler.float8 import has_nan
 from dsc.compiler.ir.weight import Dequantize, Expression, Quantize
-from dsc.compiler.pieces import COPIED_ELEMENTS, INTEGER_ELEMENTS, INTEGER_PIECE_BYTES, INTEGERS, PIECE_BYTES
+from dsc.compiler.pieces import (
+    COPIED_ELEMENTS,
+    FP8_ELEMENTS,
+    INTEGER_ELEMENTS,
+    INTEGER_PIECE_BYTES,
+    INTEGERS,
+    PIECE_BYTES,
+)
 from dsc.compiler.quantize import Errors, NotFiniteError, add_errors, quantize
 from dsc.compiler.round_integers import Matrix, takes_codes
 from dsc.plugins.stored import FP8_BLOCK
@@ -54,9 +61,10 @@ def convert(job: Job, read: Read, write: Write, advance: Callable[[int], None]) 
 def pieces(segment: Expression) -> Iterator[Rows]:
     """Rows of a segment (of the operand, where it is to be rounded) that are worked on together."""
     if isinstance(segment, Quantize):
-        alike = FP8_BLOCK if segment.parsed.kind == "fp8" else 1
+        if segment.parsed.kind == "fp8":
+            return row_blocks(segment.x.shape, FP8_ELEMENTS, FP8_BLOCK)
         elements = INTEGER_ELEMENTS if segment.parsed.kind in INTEGERS else quantizers.RUN_ELEMENTS
-        return row_blocks(segment.x.shape, elements, alike)
+        return row_blocks(segment.x.shape, elements, 1)
     if not any(segment.sources()):
         return iter([(0, segment.shape[0])])  # a table, computed as a whole
     return row_blocks(segment.shape, COPIED_ELEMENTS, 1)

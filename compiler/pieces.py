@@ -9,8 +9,9 @@ import os
 
 # Elements of a piece.
 COPIED_ELEMENTS = 1 << 21  # of what is stored as it is
+FP8_ELEMENTS = 1 << 21  # of what becomes fp8
 INTEGER_ELEMENTS = 1 << 22  # of what becomes wint4 or wint8
-RUN_ELEMENTS = 1 << 18  # of what becomes another format
+RUN_ELEMENTS = 1 << 18  # of what becomes bf16 or fp32
 INTEGERS = ("wint4", "wint8")
 # Of memory for one element of a piece, at most: the values, what quantizers make of them, and the stored bytes.
 PIECE_BYTES, INTEGER_PIECE_BYTES = 40, 24

@@ -13,17 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
-from dsc.compiler.float8 import e4m3_to_float32
 from dsc.compiler.pieces import RUN_ELEMENTS as RUN_ELEMENTS
+from dsc.compiler.round_fp8 import round_fp8
 from dsc.compiler.round_integers import (
-    BUFFERS,
-    LARGEST_STEP,
-    SMALLEST_EXPONENT,
-    SMALLEST_SCALE,
-    SMALLEST_STEP,
     SUMMED_COLUMNS,
     Matrix,
     Rounded,
@@ -32,7 +26,6 @@ from dsc.compiler.round_integers import (
     round_integers,
 )
 from dsc.plugins.formats import Format
-from dsc.plugins.stored import FP8_BLOCK, FP8_MAX
 
 SAMPLED_ELEMENTS, SAMPLED_RUNS = 1 << 19, 8
 GRIDS = ("-7..7", "-8..7")
@@ -92,12 +85,11 @@ class Quantized:
 
 @dataclass(frozen=True)
 class _Run:
-    """Some rows of a matrix, rounded: stored parts, and for each row the squares of its errors and of its values."""
+    """Some rows of a matrix as stored, and for each row the squares of its errors and of its values."""
 
-    parts: dict[str, torch.Tensor]
+    data: torch.Tensor
     squares: torch.Tensor
     norms: torch.Tensor
-    zero_groups: int = 0
 
 
 def quantize(x: torch.Tensor | Matrix, format_: Format, grid: str = "") -> Quantized:
@@ -121,6 +113,9 @@ def quantize(x: torch.Tensor | Matrix, format_: Format, grid: str = "") -> Quant
         rounded = _round_integers(matrix, format_)
         return Quantized({"data": rounded.data, "scales": rounded.scales.squeeze(-1)}, _errors_of(rounded))
     assert matrix.scales is None, format_
+    if format_.kind == "fp8":
+        rounded = _finite(round_fp8(matrix.values))
+        return Quantized({"data": rounded.data, "scales": rounded.scales}, _errors_of(rounded))
     return _quantize_floats(matrix.values, format_)
 
 
@@ -150,7 +145,10 @@ def sampled_rows(shape: Sequence[int]) -> list[tuple[int, int]]:
 
 def _round_integers(matrix: Matrix, format_: Format, grid: str = "", errors_only: bool = False) -> Rounded:
     low = {"": -127, "-7..7": -7, "-8..7": -8}[grid]
-    rounded = round_integers(matrix, format_.group if grid else matrix.shape[1], low, errors_only)
+    return _finite(round_integers(matrix, format_.group if grid else matrix.shape[1], low, errors_only))
+
+
+def _finite(rounded: Rounded) -> Rounded:
     if not rounded.finite:
         raise NotFiniteError("NaN or infinity")
     return rounded
@@ -180,18 +178,13 @@ def _quantize_floats(x_NK: torch.Tensor, format_: Format) -> Quantized:
         part: torch.empty(shape, dtype=DTYPES[dtype]) for part, (dtype, shape) in format_.parts(x_NK.shape).items()
     }
     squares_N, norms_N = torch.empty(rows, dtype=torch.float64), torch.empty(rows, dtype=torch.float64)
-    zero_groups = 0
-    alike = FP8_BLOCK if format_.kind == "fp8" else 1  # rows that share scales
-    step = max(RUN_ELEMENTS // columns // alike, 1) * alike
+    step = max(RUN_ELEMENTS // columns, 1)
     for start in range(0, rows, step):
         run = _round(x_NK[start : start + step], format_)
-        for part, values in run.parts.items():
-            first = start // alike if part == "scales" else start
-            parts[part][first : first + len(values)] = values
+        parts["data"][start : start + step] = run.data
         squares_N[start : start + step] = run.squares
         norms_N[start : start + step] = run.norms
-        zero_groups += run.zero_groups
-    return Quantized(parts, _errors(squares_N, norms_N, zero_groups=zero_groups))
+    return Quantized(parts, _errors(squares_N, norms_N))
 
 
 def sums(x: torch.Tensor) -> torch.Tensor:
@@ -203,49 +196,9 @@ def sums(x: torch.Tensor) -> torch.Tensor:
 
 
 def _round(x: torch.Tensor, format_: Format) -> _Run:
-    if format_.kind == "fp8":
-        return _fp8(x)
     data = x.to(torch.bfloat16 if format_.kind == "bf16" else torch.float32)
     exact = x.double()
     norms = sums(exact.square())
     if not bool(torch.isfinite(norms).all()) or not bool(torch.isfinite(data.abs().amax())):
         raise NotFiniteError("NaN or infinity")
-    return _Run({"data": data}, sums(exact.sub_(data).square_()), norms)
-
-
-def _measure(
-    x_NgG: torch.Tensor, errors_NgG: torch.Tensor, steps_Ng1: torch.Tensor, widest_Ng: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Squares of each row's values and of its errors, which are given in steps and overwritten.
-
-    widest  what the steps were before they were rounded and the empty ones became 1: it shows NaN, infinity and how large
-            a row's values are. Where squares would overflow or underflow, rows are measured in powers of two near that.
-    """
-    largest = widest_Ng.amax(-1)
-    if not bool(np.isfinite(largest.numpy()).all()):
-        raise NotFiniteError("NaN or infinity")
-    units = torch.ones((), dtype=torch.float64)
-    if float(largest.max()) > LARGEST_STEP or float(largest.min()) < SMALLEST_STEP:
-        exponents = torch.exp2(torch.frexp(largest).exponent.clamp(min=SMALLEST_EXPONENT).float())
-        x_NgG, steps_Ng1 = x_NgG / exponents.view(-1, 1, 1), steps_Ng1 / exponents.view(-1, 1, 1)
-        units = exponents.double().square_()
-    squares = sums(errors_NgG.mul_(steps_Ng1).square_().flatten(1))
-    norms = sums(torch.square(x_NgG, out=errors_NgG).flatten(1))
-    return norms * units, squares * units
-
-
-def _fp8(x: torch.Tensor) -> _Run:
-    rows, columns = x.shape
-    padded = torch.nn.functional.pad(x, (0, -columns % FP8_BLOCK))
-    groups = padded.view(rows, -1, FP8_BLOCK)
-    widest = torch.maximum(groups.amax(-1), groups.amin(-1).neg())
-    amax = torch.nn.functional.pad(widest, (0, 0, 0, -rows % FP8_BLOCK))
-    scales = amax.view(-1, FP8_BLOCK, amax.shape[1]).amax(1) / FP8_MAX
-    empty = scales < SMALLEST_SCALE
-    scales = scales.masked_fill(empty, 1.0)
-    spread = scales.repeat_interleave(FP8_BLOCK, 0)[:rows]
-    ratios = torch.div(groups, spread.unsqueeze(-1), out=BUFFERS.take("ratios", groups.shape)).clamp_(-FP8_MAX, FP8_MAX)
-    codes = ratios.to(torch.float8_e4m3fn)
-    parts = {"data": codes.view(rows, -1)[:, :columns], "scales": scales}
-    norms, squares = _measure(groups, ratios.sub_(e4m3_to_float32(codes)), spread.unsqueeze(-1), widest)
-    return _Run(parts, squares, norms, zero_groups=int(empty.count_nonzero()))
+    return _Run(data, sums(exact.sub_(data).square_()), norms)

@@ -171,18 +171,13 @@ class EngineFolder:
 
     def release_pages(self) -> None:
         """Give back the memory of what was read so far; a tensor in use is read again. Private writes are lost."""
-        for mapped in self._maps.values():
-            mapped.madvise(mmap.MADV_DONTNEED)
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for mapped in self._maps.values():
+                mapped.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
         """Let the mapped files go. Tensors still held keep their file mapped."""
         self._maps.clear()
-
-    def drop_pages(self) -> None:
-        """Give back the memory of mapped files, once weights are packed; what is still used is read again."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            for mapped in self._maps.values():
-                mapped.madvise(mmap.MADV_DONTNEED)
 
     # -- inside
 

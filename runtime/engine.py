@@ -59,7 +59,7 @@ def load(
     finally:
         if checking is not None:
             checking.finish()
-    folder.drop_pages()
+    folder.release_pages()  # weights are packed, or on the device
     return engine
 
 

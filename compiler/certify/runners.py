@@ -95,7 +95,9 @@ def bind_engine(folder: EngineFolder) -> Bind:
 
     def bind(program: Program) -> RunSegment:
         folder.release_pages()
-        return Executor(program, folder).run
+        executor = Executor(program, folder)
+        folder.release_pages()  # of what is packed now
+        return executor.run
 
     return bind
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from dsc.compiler.pieces import (
     COPIED_ELEMENTS,
+    FP8_ELEMENTS,
     INTEGER_ELEMENTS,
     INTEGER_PIECE_BYTES,
     INTEGERS,
@@ -90,7 +91,9 @@ def _piece_bytes(spec: ModelSpec, weight: PlannedWeight) -> int:
         return _rows_of(INTEGER_ELEMENTS, weight, 1) * INTEGER_PIECE_BYTES
     if (source, stored) not in RATES:
         return _rows_of(COPIED_ELEMENTS, weight, 1) * PIECE_BYTES
-    return _rows_of(RUN_ELEMENTS, weight, BLOCK_ROWS if stored == "fp8" else 1) * PIECE_BYTES
+    if stored == "fp8":
+        return _rows_of(FP8_ELEMENTS, weight, BLOCK_ROWS) * PIECE_BYTES
+    return _rows_of(RUN_ELEMENTS, weight, 1) * PIECE_BYTES
 
 
 def _rows_of(elements: int, weight: PlannedWeight, alike: int) -> int:

@@ -182,6 +182,7 @@ def test_same_bytes_however_the_pieces_are_cut(
     whole = write(checkpoint, tmp_path / "whole", formats)
     monkeypatch.setattr("dsc.compiler.quantize.RUN_ELEMENTS", 1)
     monkeypatch.setattr("dsc.compiler.convert.INTEGER_ELEMENTS", 1)
+    monkeypatch.setattr("dsc.compiler.convert.FP8_ELEMENTS", 1)
     monkeypatch.setattr("dsc.compiler.convert.COPIED_ELEMENTS", 1000)
     cut = write(checkpoint, tmp_path / "cut", formats)
     assert hashes(whole) == hashes(cut)
@@ -193,6 +194,7 @@ def test_memory_is_bounded_by_a_piece(checkpoint: Checkpoint, tmp_path: Path, mo
     monkeypatch.setattr("dsc.compiler.quantize.SAMPLED_ELEMENTS", 0)
     monkeypatch.setattr("dsc.compiler.quantize.RUN_ELEMENTS", 1 << 12)
     monkeypatch.setattr("dsc.compiler.convert.INTEGER_ELEMENTS", 1 << 12)
+    monkeypatch.setattr("dsc.compiler.convert.FP8_ELEMENTS", 1 << 12)
     monkeypatch.setattr("dsc.compiler.convert.COPIED_ELEMENTS", 1 << 12)
     reads: list[tuple[str, int, int]] = []
     announced: list[str] = []

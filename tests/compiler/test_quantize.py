@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsc.compiler import quantize as quantizers
-from dsc.compiler import round_integers
+from dsc.compiler import round_fp8, round_integers
 from dsc.compiler.quantize import GRIDS, Errors, NotFiniteError, add_errors, quantize, sums
 from dsc.compiler.round_integers import Matrix, join, takes_codes
 from dsc.plugins.formats import parse_format
@@ -234,8 +234,8 @@ def test_sums(columns: int, rows: int) -> None:
 def test_bytes_do_not_depend_on_the_runs(format_: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = random_matrix(700, 256)
     whole = quantize(x, parse_format(format_))
-    monkeypatch.setattr(quantizers, "RUN_ELEMENTS", 1)
-    monkeypatch.setattr(round_integers, "RUN_ELEMENTS", 1)
+    for module in (quantizers, round_integers, round_fp8):
+        monkeypatch.setattr(module, "RUN_ELEMENTS", 1)
     cut = quantize(x, parse_format(format_))
     assert cut.errors == whole.errors
     assert all(torch.equal(cut.parts[k].view(torch.uint8), v.view(torch.uint8)) for k, v in whole.parts.items())

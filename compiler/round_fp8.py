@@ -1,0 +1,116 @@
+"""Round matrices to FP8 (e4m3) in blocks of 128x128, as round_integers.py rounds to integers: some rows at a time, in TorchScript.
+
+Legend: N rows, K columns of a matrix, which 128 divides here; g blocks along a row.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import torch
+
+from dsc.compiler.float8 import HALF_EXPONENT, SIGN_AND_VALUE
+from dsc.compiler.round_integers import (
+    BUFFERS,
+    LARGEST_STEP,
+    RUN_ELEMENTS,
+    SMALLEST_EXPONENT,
+    SMALLEST_SCALE,
+    SMALLEST_STEP,
+    SUMMED_COLUMNS,
+    Rounded,
+    add_up,
+)
+from dsc.plugins.stored import FP8_BLOCK, FP8_MAX
+
+
+def round_fp8(x: torch.Tensor) -> Rounded:
+    """float32 [N, K] of any K: codes, and scales [N / 128, K / 128] rounded up; a scale is its block's largest magnitude / 448."""
+    rows, columns = x.shape
+    padded = torch.nn.functional.pad(x, (0, -columns % FP8_BLOCK)) if columns % FP8_BLOCK else x
+    groups = padded.view(rows, -1, FP8_BLOCK)
+    widest_Ng = torch.maximum(groups.amax(-1), groups.amin(-1).neg())
+    largest_N = widest_Ng.amax(-1)
+    nothing = torch.empty(0)
+    blocks = torch.nn.functional.pad(widest_Ng, (0, 0, 0, -rows % FP8_BLOCK))
+    scales = blocks.view(-1, FP8_BLOCK, blocks.shape[1]).amax(1) / FP8_MAX
+    if not bool(np.isfinite(largest_N.numpy()).all()):
+        return Rounded(nothing, scales, nothing, nothing, finite=False)
+    empty = scales < SMALLEST_SCALE
+    scales = scales.masked_fill(empty, 1.0)
+
+    powers_N, units_N = nothing, None
+    if float(largest_N.max()) > LARGEST_STEP or float(largest_N.min()) < SMALLEST_STEP:
+        # Rows are measured in powers of two near their values.
+        powers_N = torch.exp2(torch.frexp(largest_N).exponent.clamp(min=SMALLEST_EXPONENT).float())
+        units_N = powers_N.double().square_()
+    width = padded.shape[1]
+    step = min(max(RUN_ELEMENTS // width, 1), rows)
+    ratios, decoded = (BUFFERS.take(name, (step, width)) for name in ("ratios", "values"))
+    bits = BUFFERS.take("bits", (step, width), torch.int16)
+    squares, norms = (BUFFERS.take(n, (rows, math.gcd(width, SUMMED_COLUMNS))) for n in ("squares", "norms"))
+    codes = torch.empty((rows, width), dtype=torch.float8_e4m3fn)
+    spread = scales.repeat_interleave(FP8_BLOCK, 0)[:rows].unsqueeze(-1)
+    _go_through(
+        padded, spread, powers_N, step, codes, codes.view(torch.int8), squares, norms,
+        ratios, decoded, bits, bits.view(torch.float16), FP8_MAX,
+    )  # fmt: skip
+    squares_N, norms_N = add_up(squares), add_up(norms)
+    if units_N is not None:
+        squares_N, norms_N = squares_N * units_N, norms_N * units_N
+    data = codes if width == columns else codes.view(torch.int8)[:, :columns].contiguous().view(torch.float8_e4m3fn)
+    return Rounded(data, scales, squares_N, norms_N, zero_groups=int(empty.count_nonzero()))
+
+
+def _go_through(
+    x: torch.Tensor,
+    scales: torch.Tensor,
+    powers: torch.Tensor,
+    step: int,
+    out: torch.Tensor,
+    signed: torch.Tensor,
+    squares: torch.Tensor,
+    norms: torch.Tensor,
+    ratios: torch.Tensor,
+    decoded: torch.Tensor,
+    bits: torch.Tensor,
+    halves: torch.Tensor,
+    largest: float,
+    keep: int = SIGN_AND_VALUE,
+    exponent: float = HALF_EXPONENT,
+) -> None:
+    """Fill `out` with codes, and `squares` and `norms` with sums of squares, a few columns for each row.
+
+    x        float32 [N, K]; scales [N, g, 1]; rows are measured in `powers` [N] where those are not empty
+    signed   `out` as int8
+    step     rows at a time, for which `ratios` to `halves` are memory: `halves` is `bits` as float16
+    """
+    rows, num_groups = x.shape[0], scales.shape[1]
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        count = last - first
+        if count < step:
+            ratios, decoded, bits, halves = ratios[:count], decoded[:count], bits[:count], halves[:count]
+        groups, steps = x[first:last].view(count, num_groups, -1), scales[first:last]
+        torch.div(groups, steps, out=ratios.view(count, num_groups, -1))
+        ratios.clamp_(-largest, largest)
+        out[first:last].copy_(ratios)
+        # As e4m3_to_float32 in float8.py; there is no NaN among them.
+        bits.copy_(signed[first:last]).bitwise_left_shift_(7).bitwise_and_(keep)
+        decoded.copy_(halves).mul_(exponent)
+        errors = ratios.sub_(decoded).view(count, num_groups, -1)
+        if powers.numel() > 0:
+            power = powers[first:last].view(-1, 1, 1)
+            groups, steps = groups / power, steps / power
+        errors.mul_(steps).square_()
+        torch.sum(errors.view(count, -1, squares.shape[1]), [1], out=squares[first:last])
+        torch.square(groups, out=errors)
+        torch.sum(errors.view(count, -1, norms.shape[1]), [1], out=norms[first:last])
+
+
+with warnings.catch_warnings():
+    # As in round_integers.py: the same in plain Python, only slower.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    _go_through = torch.jit.script(_go_through)
