@@ -11,7 +11,13 @@ from dsc.compiler.recipe import Recipe
 from dsc.runtime.errors import DscError
 from dsc.runtime.tokenizer import Tokenizer
 
-_READ = "import sys, tokenizers; tokenizers.Tokenizer.from_file(sys.argv[1]).encode('def f(x): return 1')"
+# -P: nothing is imported from the folder that the user stands in, which may be the checkpoint's.
+READ = (
+    sys.executable,
+    "-P",
+    "-c",
+    "import sys, tokenizers; tokenizers.Tokenizer.from_file(sys.argv[1]).encode('def f(x): return 1')",
+)
 
 
 def check_tokenizer(folder: Path, recipe: Recipe) -> tuple[str, ...]:
@@ -27,7 +33,7 @@ def check_tokenizer(folder: Path, recipe: Recipe) -> tuple[str, ...]:
 
 
 def _check_readable(folder: Path, path: Path) -> None:
-    tried = subprocess.run([sys.executable, "-c", _READ, str(path)], capture_output=True, text=True, errors="replace")
+    tried = subprocess.run([*READ, str(path)], capture_output=True, text=True, errors="replace")
     if tried.returncode < 0:  # a panic in the tokenizers library, which no code of Python's can catch
         reason = signal.Signals(-tried.returncode).name
         raise DscError(

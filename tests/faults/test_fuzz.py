@@ -20,6 +20,7 @@ from support.families import make_checkpoint
 from support.fuzz_targets import TARGETS, Target
 from support.witness import witness
 
+from dsc.compiler.tokenizer_check import READ
 from dsc.runtime import certificate
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.errors import DscError
@@ -126,6 +127,7 @@ def armed(tmp_path: Path) -> Path:
         "sitecustomize",
         "conftest",
         "torch",
+        "tokenizers",
         "dsc",
     ):
         (folder / f"{name}.py").write_text(deed(name))
@@ -150,7 +152,8 @@ def test_no_code_of_a_checkpoint_is_run(armed: Path, tmp_path: Path, monkeypatch
         assert dsc("inspect", engine, "--verify").exit_code == 0
         assert dsc("generate", engine, "--prompt", "x", "--max-tokens", "2").exit_code == 0
         assert "the chat template refuses the messages" in refusal("generate", engine, "--chat", "--prompt", "x")
-    assert deeds == []
+    reader = f"{[*READ, str(armed / 'tokenizer.json')]}"  # our own process, which imports nothing from here
+    assert [reader in deed for deed in deeds] == [True], deeds
     assert sorted(path.name for path in armed.iterdir()) == before
     assert not list(tmp_path.glob("done-*"))
 
