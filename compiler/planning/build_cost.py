@@ -31,7 +31,7 @@ from dsc.runtime.spec import ModelSpec
 # (source, stored) -> values read and rounded, a second and core; what is not here is copied.
 RATES = {
     ("fp8", "wint4"): 217e6, ("fp8", "wint8"): 267e6, ("fp8", "bf16"): 92e6, ("fp8", "fp32"): 92e6,
-    ("bf16", "wint4"): 190e6, ("bf16", "wint8"): 340e6, ("bf16", "fp8"): 81e6,
+    ("bf16", "wint4"): 190e6, ("bf16", "wint8"): 340e6, ("bf16", "fp8"): 150e6,
 }  # fmt: skip
 COPIED_BYTES = 560e6  # read and looked through for NaN, a second and core
 WRITTEN_BYTES = 625e6  # a second and core: written, and hashed for their tensor and for their file
