@@ -14,14 +14,13 @@ import torch
 from dsc.compiler.float8 import HALF_EXPONENT, SIGN_AND_VALUE
 from dsc.compiler.round_integers import (
     BUFFERS,
-    LARGEST_STEP,
     RUN_ELEMENTS,
-    SMALLEST_EXPONENT,
     SMALLEST_SCALE,
-    SMALLEST_STEP,
     SUMMED_COLUMNS,
     Rounded,
+    add_squares,
     add_up,
+    row_powers,
 )
 from dsc.plugins.stored import FP8_BLOCK, FP8_MAX
 
@@ -41,11 +40,7 @@ def round_fp8(x: torch.Tensor) -> Rounded:
     empty = scales < SMALLEST_SCALE
     scales = scales.masked_fill(empty, 1.0)
 
-    powers_N, units_N = nothing, None
-    if float(largest_N.max()) > LARGEST_STEP or float(largest_N.min()) < SMALLEST_STEP:
-        # Rows are measured in powers of two near their values.
-        powers_N = torch.exp2(torch.frexp(largest_N).exponent.clamp(min=SMALLEST_EXPONENT).float())
-        units_N = powers_N.double().square_()
+    powers_N = row_powers(largest_N)
     width = padded.shape[1]
     step = min(max(RUN_ELEMENTS // width, 1), rows)
     ratios, decoded = (BUFFERS.take(name, (step, width)) for name in ("ratios", "values"))
@@ -57,9 +52,7 @@ def round_fp8(x: torch.Tensor) -> Rounded:
         padded, spread, powers_N, step, codes, codes.view(torch.int8), squares, norms,
         ratios, decoded, bits, bits.view(torch.float16), FP8_MAX,
     )  # fmt: skip
-    squares_N, norms_N = add_up(squares), add_up(norms)
-    if units_N is not None:
-        squares_N, norms_N = squares_N * units_N, norms_N * units_N
+    squares_N, norms_N = add_up(squares, powers_N), add_up(norms, powers_N)
     data = codes if width == columns else codes.view(torch.int8)[:, :columns].contiguous().view(torch.float8_e4m3fn)
     return Rounded(data, scales, squares_N, norms_N, zero_groups=int(empty.count_nonzero()))
 
@@ -81,7 +74,7 @@ def _go_through(
     keep: int = SIGN_AND_VALUE,
     exponent: float = HALF_EXPONENT,
 ) -> None:
-    """Fill `out` with codes, and `squares` and `norms` with sums of squares, a few columns for each row.
+    """Fill `out` with codes, and `squares` and `norms` as `add_squares` does.
 
     x        float32 [N, K]; scales [N, g, 1]; rows are measured in `powers` [N] where those are not empty
     signed   `out` as int8
@@ -101,13 +94,7 @@ def _go_through(
         bits.copy_(signed[first:last]).bitwise_left_shift_(7).bitwise_and_(keep)
         decoded.copy_(halves).mul_(exponent)
         errors = ratios.sub_(decoded).view(count, num_groups, -1)
-        if powers.numel() > 0:
-            power = powers[first:last].view(-1, 1, 1)
-            groups, steps = groups / power, steps / power
-        errors.mul_(steps).square_()
-        torch.sum(errors.view(count, -1, squares.shape[1]), [1], out=squares[first:last])
-        torch.square(groups, out=errors)
-        torch.sum(errors.view(count, -1, norms.shape[1]), [1], out=norms[first:last])
+        add_squares(groups, errors, steps, powers[first:last], squares[first:last], norms[first:last])
 
 
 with warnings.catch_warnings():

@@ -96,9 +96,47 @@ class _Buffers(threading.local):
 BUFFERS = _Buffers()
 
 
-def add_up(partial: torch.Tensor) -> torch.Tensor:
-    """Sums of up to 128 columns, which numpy adds pairwise, in float64."""
-    return torch.from_numpy(np.add.reduce(partial.numpy(), -1, dtype=np.float64))
+def row_powers(largest_N: torch.Tensor) -> torch.Tensor:
+    """Powers of two near rows' largest values, to measure the rows in; none where squares of all can be taken as they are."""
+    if float(largest_N.max()) <= LARGEST_STEP and float(largest_N.min()) >= SMALLEST_STEP:
+        return torch.empty(0)
+    return torch.exp2(torch.frexp(largest_N).exponent.clamp(min=SMALLEST_EXPONENT).float())
+
+
+def add_up(partial: torch.Tensor, powers: torch.Tensor | None = None) -> torch.Tensor:
+    """Sums of up to 128 columns, which numpy adds pairwise, in float64; of squares measured in `powers`, where there are."""
+    sums = torch.from_numpy(np.add.reduce(partial.numpy(), -1, dtype=np.float64))
+    return sums if powers is None or not len(powers) else sums * powers.double().square_()
+
+
+def add_squares(
+    groups: torch.Tensor,
+    errors: torch.Tensor,
+    steps: torch.Tensor,
+    powers: torch.Tensor,
+    squares: torch.Tensor,
+    norms: torch.Tensor,
+) -> None:
+    """Fill `squares` and `norms` [N, up to 128] with sums of some rows' squared errors and values, to be added up.
+
+    errors  [N, g, G], in `steps` [N, g, 1], and overwritten; groups [N, g, G] the values
+    powers  [N] or none: rows are measured in these
+    norms   without elements: not wanted
+    """  # fmt: skip
+    if powers.numel() > 0:
+        power = powers.view(-1, 1, 1)
+        groups, steps = groups / power, steps / power
+    errors.mul_(steps).square_()
+    torch.sum(errors.view(len(squares), -1, squares.shape[1]), [1], out=squares)
+    if norms.numel() > 0:
+        torch.square(groups, out=errors)
+        torch.sum(errors.view(len(norms), -1, norms.shape[1]), [1], out=norms)
+
+
+with warnings.catch_warnings():
+    # Deprecated, but what should replace it wants a C++ compiler where dsc runs. The same in plain Python, only slower.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    add_squares = torch.jit.script(add_squares)
 
 
 def takes_codes(scales: torch.Tensor, columns: int) -> bool:
@@ -125,16 +163,14 @@ def round_integers(matrix: Matrix, group: int, low: int, errors_only: bool = Fal
     if not bool(np.isfinite(largest_N.numpy()).all()):
         return Rounded(nothing, scales_Ng, nothing, nothing, finite=False)
 
-    powers_N, units_N = nothing, None
-    if float(largest_N.max()) > LARGEST_STEP or float(largest_N.min()) < SMALLEST_STEP:
-        # Rows are measured in powers of two near their values.
-        powers_N = torch.exp2(torch.frexp(largest_N).exponent.clamp(min=SMALLEST_EXPONENT).float())
-        units_N = powers_N.double().square_()
+    powers_N = row_powers(largest_N)
     step = min(max(RUN_ELEMENTS // columns, 1), rows)
     values, ratios, rounded = (BUFFERS.take(name, (step, columns)) for name in ("values", "ratios", "codes"))
     bits = BUFFERS.take("bits", (step, columns), torch.int16)
     wide = BUFFERS.take("bytes", (step, columns), torch.int8)
     squares, norms = (BUFFERS.take(n, (rows, math.gcd(columns, SUMMED_COLUMNS))) for n in ("squares", "norms"))
+    if errors_only:
+        norms = nothing
     packed = low in (-7, -8)
     width = 0 if errors_only else columns // 2 if packed else columns
     data = torch.empty((rows, width), dtype=torch.uint8 if packed else torch.int8)
@@ -145,9 +181,7 @@ def round_integers(matrix: Matrix, group: int, low: int, errors_only: bool = Fal
         values, ratios, rounded, bits, bits.view(torch.float16), wide, wide.view(torch.uint8),
         wide.view(torch.int16) if packed else bits,
     )  # fmt: skip
-    squares_N, norms_N = add_up(squares), nothing if errors_only else add_up(norms)
-    if units_N is not None:
-        squares_N, norms_N = squares_N * units_N, norms_N if errors_only else norms_N * units_N
+    squares_N, norms_N = add_up(squares, powers_N), nothing if errors_only else add_up(norms, powers_N)
     return Rounded(data, scales_Ng, squares_N, norms_N, saturated, int(np.count_nonzero(empty_Ng.numpy())))
 
 
@@ -190,13 +224,13 @@ def _go_through(
     block: int = FP8_BLOCK,
     counted: int = _COUNTED,
 ) -> int:
-    """Fill `out` with codes, two a byte of -7 and -8, and `squares` and `norms` with sums of squares, a few columns for each row.
+    """Fill `out` with codes, two a byte of -7 and -8, and `squares` and `norms` as `add_squares` does.
 
     x       float32 [N, K], or e4m3 codes as int8 where `scales` are not empty: [N, B, 1], HALF_EXPONENT times what is meant
     steps   [N, g, 1]; rows are measured in `powers` [N] where those are not empty
     step    rows at a time, for which `values` to `pairs` are memory: `halves` is `bits` as float16, `unsigned` and `pairs` are `wide` as
             uint8 and as int16
-    out     without elements: only `squares` are wanted
+    out     without elements: not wanted
     returns how many codes were cut
     """
     rows, num_groups, cut = x.shape[0], steps.shape[1], 0
@@ -239,14 +273,7 @@ def _go_through(
                 pairs.bitwise_and_(0x0F0F)
             out[first:last].copy_((pairs >> 4).bitwise_or_(pairs))
         errors = ratios.sub_(rounded).view(count, num_groups, -1)
-        if powers.numel() > 0:
-            power = powers[first:last].view(-1, 1, 1)
-            groups, steps_of = groups / power, steps_of / power
-        errors.mul_(steps_of).square_()
-        torch.sum(errors.view(count, -1, squares.shape[1]), [1], out=squares[first:last])
-        if out.numel() > 0:
-            torch.square(groups, out=errors)
-            torch.sum(errors.view(count, -1, norms.shape[1]), [1], out=norms[first:last])
+        add_squares(groups, errors, steps_of, powers[first:last], squares[first:last], norms[first:last])
     return cut
 
 
