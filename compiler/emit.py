@@ -20,7 +20,7 @@ from dsc.compiler.ir.weight import Placement, WeightValues
 from dsc.compiler.journal import Journal
 from dsc.compiler.pieces import THREAD_BYTES, threads_wanted
 from dsc.compiler.quantize import Errors
-from dsc.compiler.ram import machine_bytes, threads_within
+from dsc.compiler.ram import memory_to_keep_to, threads_within
 from dsc.compiler.safetensors_writer import SafetensorsWriter
 from dsc.compiler.weight_record import Outcome, WeightRecord, make_record
 from dsc.compiler.workers import work_through
@@ -106,7 +106,7 @@ def remaining_bytes(plan: EmissionPlan, journal: Journal) -> int:
 
 def outgrows(plan: EmissionPlan, max_ram: int | None) -> bool:
     """Whether source and engine are more than the memory to keep to, and so shall not stay in the system's cache."""
-    return plan.source_bytes + plan.file_bytes > (machine_bytes() // 4 if max_ram is None else max_ram)
+    return plan.source_bytes + plan.file_bytes > memory_to_keep_to(max_ram)
 
 
 def threads_for(plan: EmissionPlan, max_ram: int | None) -> int:

@@ -62,13 +62,18 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def memory_to_keep_to(max_ram: int | None) -> int:
+    """`max_ram`, or without it a quarter of the machine."""
+    return machine_bytes() // 4 if max_ram is None else max_ram
+
+
 def threads_within(max_ram: int | None, thread_bytes: int, wanted: int) -> int:
     """How many threads of `thread_bytes` each fit beside what is there already, at most `wanted`; DscError where none does.
 
     Without `max_ram` a quarter of the machine is kept to where that is possible.
     """
     there = resident_bytes() + SLACK_BYTES
-    threads = ((machine_bytes() // 4 if max_ram is None else max_ram) - there) // thread_bytes
+    threads = (memory_to_keep_to(max_ram) - there) // thread_bytes
     if threads < 1 and max_ram is not None:
         need = there + thread_bytes
         raise DscError(
