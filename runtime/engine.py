@@ -65,9 +65,13 @@ def load(
 
 def _least_cache_bytes(manifest: Manifest, cache_tokens: int | None) -> int:
     limits, layout = manifest.limits, manifest.kv_cache
-    layers = sum(len(model.layers) for model in manifest.models.values())
     blocks = least_blocks(limits.sequences, limits.context_tokens, layout.block_tokens, cache_tokens)
-    return blocks * layout.block_bytes * layers
+    return blocks * layout.block_bytes * len(_cache_names(manifest))
+
+
+def _cache_names(manifest: Manifest) -> list[str]:
+    """One for each layer of each model."""
+    return [f"cache.{layer}" for model in manifest.models.values() for layer in model.layers]
 
 
 class _Checking(threading.Thread):
@@ -279,7 +283,7 @@ class Engine:
 
     def _make_cache(self, cache_tokens: int | None) -> LatentCache:
         limits, layout = self.manifest.limits, self.manifest.kv_cache
-        names = [f"cache.{layer}" for model in self.manifest.models.values() for layer in model.layers]
+        names = _cache_names(self.manifest)
         blocks = choose_num_blocks(
             limits.sequences,
             limits.context_tokens,
