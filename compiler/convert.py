@@ -13,14 +13,7 @@ from dsc.compiler.emission_plan import Job
 from dsc.compiler.evaluate import Read, Rows, evaluate, row_blocks
 from dsc.compiler.float8 import has_nan
 from dsc.compiler.ir.weight import Dequantize, Expression, Quantize
-from dsc.compiler.pieces import (
-    COPIED_ELEMENTS,
-    FP8_ELEMENTS,
-    INTEGER_ELEMENTS,
-    INTEGER_PIECE_BYTES,
-    INTEGERS,
-    PIECE_BYTES,
-)
+from dsc.compiler.pieces import INTEGERS, piece
 from dsc.compiler.quantize import Errors, NotFiniteError, add_errors, quantize
 from dsc.compiler.round_integers import Matrix, takes_codes
 from dsc.plugins.stored import FP8_BLOCK
@@ -60,23 +53,25 @@ def convert(job: Job, read: Read, write: Write, advance: Callable[[int], None]) 
 
 def pieces(segment: Expression) -> Iterator[Rows]:
     """Rows of a segment (of the operand, where it is to be rounded) that are worked on together."""
-    if isinstance(segment, Quantize):
-        if segment.parsed.kind == "fp8":
-            return row_blocks(segment.x.shape, FP8_ELEMENTS, FP8_BLOCK)
-        elements = INTEGER_ELEMENTS if segment.parsed.kind in INTEGERS else quantizers.RUN_ELEMENTS
-        return row_blocks(segment.x.shape, elements, 1)
     if not any(segment.sources()):
         return iter([(0, segment.shape[0])])  # a table, computed as a whole
-    return row_blocks(segment.shape, COPIED_ELEMENTS, 1)
+    cut = piece(_kind(segment))
+    return row_blocks(_worked_on(segment).shape, cut.elements, cut.alike)
 
 
 def memory_of(job: Job) -> int:
     """Bytes of memory that converting a job takes at most."""
     segment = job.segment
-    shape = segment.x.shape if isinstance(segment, Quantize) else segment.shape
-    integers = isinstance(segment, Quantize) and segment.parsed.kind in INTEGERS
-    elements = max(last - first for first, last in pieces(segment)) * math.prod(shape[1:])
-    return elements * (INTEGER_PIECE_BYTES if integers else PIECE_BYTES)
+    elements = max(last - first for first, last in pieces(segment)) * math.prod(_worked_on(segment).shape[1:])
+    return elements * piece(_kind(segment)).element_bytes
+
+
+def _kind(segment: Expression) -> str | None:
+    return segment.parsed.kind if isinstance(segment, Quantize) else None
+
+
+def _worked_on(segment: Expression) -> Expression:
+    return segment.x if isinstance(segment, Quantize) else segment
 
 
 def _round(job: Job, segment: Quantize, read: Read, write: Write, advance: Callable[[int], None]) -> Errors:

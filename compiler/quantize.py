@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dsc.compiler.pieces import RUN_ELEMENTS as RUN_ELEMENTS
+from dsc.compiler.pieces import RUN_ELEMENTS
 from dsc.compiler.round_fp8 import round_fp8
 from dsc.compiler.round_integers import (
     SUMMED_COLUMNS,

@@ -8,21 +8,17 @@ before, another machine was a fifth faster.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsc.compiler.pieces import (
-    COPIED_ELEMENTS,
-    FP8_ELEMENTS,
-    INTEGER_ELEMENTS,
-    INTEGER_PIECE_BYTES,
     INTEGERS,
     PIECE_BYTES,
-    RUN_ELEMENTS,
     SLACK_BYTES,
     THREAD_BYTES,
     THREADS_MAX,
+    cores_here,
+    piece,
     threads_wanted,
 )
 from dsc.compiler.planning.weights import PlannedWeight
@@ -37,7 +33,6 @@ COPIED_BYTES = 560e6  # read and looked through for NaN, a second and core
 WRITTEN_BYTES = 625e6  # a second and core: written, and hashed for their tensor and for their file
 LINEAR = ("experts", "attention", "kv_b", "dense_mlp", "shared_experts")  # what an FP8 checkpoint stores as FP8
 PROCESS_BYTES = 390_000_000  # Python, torch and the graphs of R1
-BLOCK_ROWS = 128
 SPARE_BYTES = 16 << 20  # graphs, programs, tokenizer and manifest
 
 
@@ -56,15 +51,14 @@ def build_cost(
     spec: ModelSpec, weights: Sequence[PlannedWeight], source_bytes: int, cores: int | None = None
 ) -> BuildCost:
     """The cost of a build on this machine, or on `cores` cores."""
-    threads = threads_wanted() if cores is None else min(cores + 1, THREADS_MAX)
-    cores = min(cores or len(os.sched_getaffinity(0)), THREADS_MAX)
+    cores = min(cores or cores_here(), THREADS_MAX)
     stored = sum(weight.nbytes for weight in weights)
     work = sum(weight.count * math.prod(weight.shape) / _rate(spec, weight) for weight in weights)
-    piece = max(_piece_bytes(spec, weight) for weight in weights)
+    thread_bytes = max(_piece_bytes(spec, weight) for weight in weights) + THREAD_BYTES
     return BuildCost(
         read_bytes=source_bytes,
         disk_bytes=stored + SPARE_BYTES,
-        ram_bytes=PROCESS_BYTES + SLACK_BYTES + threads * (piece + THREAD_BYTES),
+        ram_bytes=PROCESS_BYTES + SLACK_BYTES + threads_wanted(cores) * thread_bytes,
         seconds=(work + stored / WRITTEN_BYTES) / cores,
         cores=cores,
     )
@@ -87,15 +81,6 @@ def _piece_bytes(spec: ModelSpec, weight: PlannedWeight) -> int:
     if weight.name.startswith("rope."):
         return math.prod(weight.shape) * PIECE_BYTES
     source, stored = _kinds(spec, weight)
-    if stored in INTEGERS:
-        return _rows_of(INTEGER_ELEMENTS, weight, 1) * INTEGER_PIECE_BYTES
-    if (source, stored) not in RATES:
-        return _rows_of(COPIED_ELEMENTS, weight, 1) * PIECE_BYTES
-    if stored == "fp8":
-        return _rows_of(FP8_ELEMENTS, weight, BLOCK_ROWS) * PIECE_BYTES
-    return _rows_of(RUN_ELEMENTS, weight, 1) * PIECE_BYTES
-
-
-def _rows_of(elements: int, weight: PlannedWeight, alike: int) -> int:
-    """Elements of a piece, if the weight has as many."""
-    return min(max(elements, alike * weight.shape[-1]), math.prod(weight.shape))
+    cut = piece(stored if stored in INTEGERS or (source, stored) in RATES else None)
+    elements = max(cut.elements, cut.alike * weight.shape[-1])
+    return min(elements, math.prod(weight.shape)) * cut.element_bytes

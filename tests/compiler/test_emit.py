@@ -180,10 +180,11 @@ def test_same_bytes_however_the_pieces_are_cut(
     """Pieces of few rows, so that every weight has several."""
     formats = {**FORMATS, "attention": "wint4:64", "dense_mlp": "wint4:128", "lm_head": "fp8", "kv_b": "wint8"}
     whole = write(checkpoint, tmp_path / "whole", formats)
-    monkeypatch.setattr("dsc.compiler.quantize.RUN_ELEMENTS", 1)
-    monkeypatch.setattr("dsc.compiler.convert.INTEGER_ELEMENTS", 1)
-    monkeypatch.setattr("dsc.compiler.convert.FP8_ELEMENTS", 1)
-    monkeypatch.setattr("dsc.compiler.convert.COPIED_ELEMENTS", 1000)
+    for module in ("pieces", "quantize"):
+        monkeypatch.setattr(f"dsc.compiler.{module}.RUN_ELEMENTS", 1)
+    monkeypatch.setattr("dsc.compiler.pieces.INTEGER_ELEMENTS", 1)
+    monkeypatch.setattr("dsc.compiler.pieces.FP8_ELEMENTS", 1)
+    monkeypatch.setattr("dsc.compiler.pieces.COPIED_ELEMENTS", 1000)
     cut = write(checkpoint, tmp_path / "cut", formats)
     assert hashes(whole) == hashes(cut)
     assert whole.weights == cut.weights
@@ -192,10 +193,11 @@ def test_same_bytes_however_the_pieces_are_cut(
 def test_memory_is_bounded_by_a_piece(checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No read asks for more than a piece; each source is read through once, in its file's order, and announced."""
     monkeypatch.setattr("dsc.compiler.quantize.SAMPLED_ELEMENTS", 0)
-    monkeypatch.setattr("dsc.compiler.quantize.RUN_ELEMENTS", 1 << 12)
-    monkeypatch.setattr("dsc.compiler.convert.INTEGER_ELEMENTS", 1 << 12)
-    monkeypatch.setattr("dsc.compiler.convert.FP8_ELEMENTS", 1 << 12)
-    monkeypatch.setattr("dsc.compiler.convert.COPIED_ELEMENTS", 1 << 12)
+    for module in ("pieces", "quantize"):
+        monkeypatch.setattr(f"dsc.compiler.{module}.RUN_ELEMENTS", 1 << 12)
+    monkeypatch.setattr("dsc.compiler.pieces.INTEGER_ELEMENTS", 1 << 12)
+    monkeypatch.setattr("dsc.compiler.pieces.FP8_ELEMENTS", 1 << 12)
+    monkeypatch.setattr("dsc.compiler.pieces.COPIED_ELEMENTS", 1 << 12)
     reads: list[tuple[str, int, int]] = []
     announced: list[str] = []
 
