@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 import torch
-from support.tolerances import check_rows
+from support.tolerances import check_rows, worst_row
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +41,11 @@ def test_swiglu_embedding_mtp_input(tokens: int) -> None:
 
     gate, up = (torch.randn(tokens, 1000, dtype=torch.bfloat16) for _ in range(2))
     (y,) = GpuOp("Swiglu", {"gate": gate, "up": up}, {})().values()
-    check(y, reference("swiglu", gate=gate, up=up)[0], "elementwise", "Swiglu")
+    want = reference("swiglu", gate=gate, up=up)[0]
+    check(y, want, "elementwise", "Swiglu")
+    assert (
+        worst_row(y.cpu(), want) < 6e-3
+    )  # the table has room for a rounding between the factors, which this kernel does not do
     table, ids = torch.randn(500, 320, dtype=torch.bfloat16), torch.randint(500, (tokens,), dtype=torch.int32)
     attributes = {"table_format": "bf16", "dtype": "bfloat16"}
     (y,) = GpuOp("Embedding", {"tokens": ids, "table": table}, attributes)().values()
