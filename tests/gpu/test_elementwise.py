@@ -43,9 +43,7 @@ def test_swiglu_embedding_mtp_input(tokens: int) -> None:
     (y,) = GpuOp("Swiglu", {"gate": gate, "up": up}, {})().values()
     want = reference("swiglu", gate=gate, up=up)[0]
     check(y, want, "elementwise", "Swiglu")
-    assert (
-        worst_row(y.cpu(), want) < 6e-3
-    )  # the table has room for a rounding between the factors, which this kernel does not do
+    assert worst_row(y.cpu(), want) < 6e-3  # nearer than the table asks, and has been
     table, ids = torch.randn(500, 320, dtype=torch.bfloat16), torch.randint(500, (tokens,), dtype=torch.int32)
     attributes = {"table_format": "bf16", "dtype": "bfloat16"}
     (y,) = GpuOp("Embedding", {"tokens": ids, "table": table}, attributes)().values()
