@@ -20,7 +20,7 @@ E, K = 24, 3
 STREAMED = (512, 1024, 640)  # whole blocks of 128
 ODD = (192, 160, 96)
 ODD_FP8 = (448, 1056, 608)
-TOKENS = (1, 2, 3, 9, 40, 129, 200, 520)  # in every variant of every format
+TOKENS = (1, 2, 3, 9, 40, 129, 200, 520, 800)  # in every variant of every format
 
 
 @functools.lru_cache(2)
