@@ -63,7 +63,7 @@ TILES: dict[str, tuple[Tile, ...]] = {
 # Without wgmma (before and after Hopper) fewer rows, so that the sums stay in registers.
 TILES_ELSEWHERE = {**TILES, "wint4:128": (_SMALL, _MIDDLE, Tile(128, 64, True, 8, 3))}
 # From so many pairs an expert on, integer codes become bfloat16 once, where two of the stacks take no more memory than this.
-DEQUANTIZE_PAIRS, DEQUANTIZE_BYTES = 96, 2 << 30
+DEQUANTIZE_PAIRS, DEQUANTIZE_BYTES = {"wint4": 144, "wint8": 384}, 2 << 30
 
 
 def lower(node: GpuNode) -> tuple[Variant, ...]:
@@ -82,17 +82,19 @@ def lower(node: GpuNode) -> tuple[Variant, ...]:
         most = work.tokens(size / 2)
         if most > served:
             made.append(Variant(_many(work, size, most), f"T <= {most}"))
-    most = work.tokens(DEQUANTIZE_PAIRS) - 1
-    if work.node.bounds.get("T", 0) > most and dequantizes(work):
+    most = _most_codes(work)
+    if most and work.node.bounds.get("T", 0) > most:
         return (*made, Variant(_many(work, _SIZES[-1], most), f"T <= {most}"), Variant(_dequantized(work)))
     return (*made, Variant(_many(work, _SIZES[-1], 0)))
 
 
-def dequantizes(work: Work) -> bool:
-    """Whether the routed experts are integer codes, small enough to be kept in bfloat16 for a step."""
+def _most_codes(work: Work) -> int:
+    """The most tokens whose products decode the routed experts' integer codes themselves; 0: any number."""
     kinds = {format_.kind for format_ in work.formats(work.routed)}
     values = work.node.width("E") * work.routed.width * work.node.width("D")
-    return kinds <= {"wint4", "wint8"} and work.node.at("x").dtype == "bfloat16" and 4 * values <= DEQUANTIZE_BYTES
+    if not kinds <= DEQUANTIZE_PAIRS.keys() or work.node.at("x").dtype != "bfloat16" or 4 * values > DEQUANTIZE_BYTES:
+        return 0
+    return work.tokens(max(DEQUANTIZE_PAIRS[kind] for kind in kinds)) - 1
 
 
 def _dequantized(work: Work) -> tuple[Step, ...]:
@@ -101,7 +103,7 @@ def _dequantized(work: Work) -> tuple[Step, ...]:
     for experts in (work.shared, work.routed):
         if experts is None:
             continue
-        if any(format_.kind not in ("wint4", "wint8") for format_ in work.formats(experts)):
+        if any(format_.kind not in DEQUANTIZE_PAIRS for format_ in work.formats(experts)):
             beside = _Set.of(work, experts, _SIZES[-1])
             steps += [*beside.before(), *beside.products()]
             continue

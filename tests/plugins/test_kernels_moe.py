@@ -44,8 +44,8 @@ def moe(format_: str, shared: str, arch: str, sizes: tuple[int, ...] = SMALL) ->
 @pytest.mark.parametrize(
     ("arch", "format_", "shared", "borders"),
     [
-        ("sm_90a", "wint4:128", "fp8", ["T <= 1", "T <= 6", "T <= 64", "T <= 256", "T <= 383", ""]),
-        ("sm_80", "wint4:128", "wint8", ["T <= 1", "T <= 6", "T <= 64", "T <= 256", "T <= 383", ""]),
+        ("sm_90a", "wint4:128", "fp8", ["T <= 1", "T <= 6", "T <= 64", "T <= 256", "T <= 575", ""]),
+        ("sm_80", "wint4:128", "wint8", ["T <= 1", "T <= 6", "T <= 64", "T <= 256", "T <= 575", ""]),
         ("sm_100a", "fp8", "bf16", ["T <= 1", "T <= 32", "T <= 128", ""]),
     ],
 )
