@@ -50,15 +50,15 @@ WAYS: dict[str, Prefill | None] = {
     "triton": None,
     "overlap": Prefill(),
     "overlap-turns": Prefill(turns=True),
+    "overlap-late": Prefill(early=False),
     "overlap-static": Prefill(dynamic=False),
     "burst": Prefill(order=BURST),
     "burst-turns": Prefill(order=BURST, turns=True),
     "overlap-112": Prefill(keys=112),
-    "serial-3x96": Prefill(groups=3, keys=96, order=SERIAL),
-    "serial-3x96-turns": Prefill(groups=3, keys=96, order=SERIAL, turns=True),
+    "serial-3x96": Prefill(groups=3, keys=96, order=SERIAL, early=False),
+    "serial-3x96-turns": Prefill(groups=3, keys=96, order=SERIAL, early=False, turns=True),
     "overlap-3x80": Prefill(groups=3, keys=80),
     "burst-3x80-turns": Prefill(groups=3, keys=80, order=BURST, turns=True),
-    "overlap-3x64": Prefill(groups=3, keys=64, stages=3),
 }
 CASES = "128:4096x1,128:4096x2,128:8192x1,128:2048x4,16:16384x1,16:512x16,16:4096x2"
 CHECKS = {  # lengths and queries; heads

@@ -8,7 +8,7 @@
 //
 // Defines: HEADS; SPAN; GROUPS; KEYS of a tile (a multiple of 16); STAGES of keys and values; ORDER: OVERLAP starts a tile's
 // scores, then sums the values of the tile before while it takes their softmax, BURST sums first and waits for both, SERIAL
-// has one product at a time; TURNS: warpgroups start their products one after another; DYNAMIC: blocks take the next piece
+// has one product at a time; EARLY: a piece's first scores start before the sums of the one before are stored; TURNS: warpgroups start their products one after another; DYNAMIC: blocks take the next piece
 // when they are ready for it, rather than by turns; PRODUCER_REGISTERS, CONSUMER_REGISTERS.
 #include <cuda.h>
 #include <stdint.h>
@@ -509,107 +509,142 @@ __device__ __forceinline__ void attend(Shared& shared, int group, float scale, u
     Place k_at, v_at;
     float s[KEYS / 2], o[V / 2], alpha[2];
     uint32_t p[KEYS / 4];
-    if (group == GROUPS - 1) end_turn(group);  // the first one begins
-    for (int count = 0;; ++count) {
-        const int slot = count % SLOTS;
+    int count = 0, slot, first, end, all, own;       // pieces before, then of the present one
+    Piece piece;
+    const auto look = [&] {
+        slot = count % SLOTS;
         barrier_wait(&shared.piece_full[slot], count / SLOTS & 1);
-        const Piece piece = shared.pieces[slot];
-        if (piece.head < 0) break;
-        const int first = piece.first_row + group * 64;
-        const int end = min(piece.end, piece.seen - 1 + min(piece.stop, first + 64));
-        const int all = (piece.end - piece.begin + KEYS - 1) / KEYS;
-        const int own = first < piece.stop && end > piece.begin ? (end - piece.begin + KEYS - 1) / KEYS : 0;
-        // What no query of this warpgroup sees, others may.
-        for (int i = own; i < all; ++i) {
-            barrier_wait(&shared.k_full[k_at.stage], k_at.parity);
-            warp_arrive(&shared.k_free[k_at.stage]);
-            k_at.next();
-            barrier_wait(&shared.v_full[v_at.stage], v_at.parity);
-            warp_arrive(&shared.v_free[v_at.stage]);
-            v_at.next();
-            await_turn(group);
-            end_turn(group);
-        }
+        piece = shared.pieces[slot];
+        first = piece.first_row + group * 64;
+        end = min(piece.end, piece.seen - 1 + min(piece.stop, first + 64));
+        all = (piece.end - piece.begin + KEYS - 1) / KEYS;
+        own = first < piece.stop && end > piece.begin ? (end - piece.begin + KEYS - 1) / KEYS : 0;
+    };
+    const auto await_queries = [&] {
         barrier_wait(&shared.q_full[group], count & 1);
         barrier_wait(&shared.rope_full[slot], count / SLOTS & 1);
-        if (own == 0) {
-            warp_arrive(&shared.q_free[group]);
-            warp_arrive(&shared.piece_free[slot]);
-            continue;
+    };
+    const auto queries_done = [&] {
+        warp_arrive(&shared.q_free[group]);
+        warp_arrive(&shared.piece_free[slot]);
+    };
+    const auto await_keys = [&] { barrier_wait(&shared.k_full[k_at.stage], k_at.parity); };
+    const auto start_next_scores = [&] {
+        wgmma_fence();
+        start_scores(s, q, shared_address(shared.q_rope[slot][group]), shared_address(shared.k[k_at.stage]));
+    };
+    const auto await_values = [&] { barrier_wait(&shared.v_full[v_at.stage], v_at.parity); };
+    const auto start_next_values = [&] {
+        await_values();
+        wgmma_fence();
+        start_values(o, p, shared_address(shared.v[v_at.stage]));
+    };
+    const auto values_done = [&] {
+        pin(o);
+        warp_arrive(&shared.v_free[v_at.stage]);
+        v_at.next();
+    };
+    if (group == GROUPS - 1) end_turn(group);        // the first one begins
+    look();
+    bool started = false;
+    while (piece.head >= 0) {
+        if (!started) {
+            // What no query of this warpgroup sees, others may.
+            for (int i = own; i < all; ++i) {
+                barrier_wait(&shared.k_full[k_at.stage], k_at.parity);
+                warp_arrive(&shared.k_free[k_at.stage]);
+                k_at.next();
+                barrier_wait(&shared.v_full[v_at.stage], v_at.parity);
+                warp_arrive(&shared.v_free[v_at.stage]);
+                v_at.next();
+                await_turn(group);
+                end_turn(group);
+            }
+            await_queries();
+            if (own == 0) {
+                queries_done();
+                ++count;
+                look();
+                continue;
+            }
+            await_keys();
+            await_turn(group);
+            start_next_scores();
+            end_turn(group);
+            wgmma_wait<0>();
+            pin(s);
         }
-        const uint32_t q_rope = shared_address(shared.q_rope[slot][group]);
         Rows rows{{min(piece.seen + first + row, end), min(piece.seen + first + row + 8, end)},
                   min(piece.seen + first, end),
                   {-INFINITY, -INFINITY},
                   {0.0f, 0.0f}};
-#pragma unroll
-        for (int i = 0; i < V / 2; ++i) o[i] = 0.0f;
         int key = piece.begin + (own - 1) * KEYS;
         const auto scores_done = [&] {
             warp_arrive(&shared.k_free[k_at.stage]);
             k_at.next();
-            if (key == piece.begin) {
-                warp_arrive(&shared.q_free[group]);
-                warp_arrive(&shared.piece_free[slot]);
-            }
+            if (key == piece.begin) queries_done();
         };
-        const auto values_done = [&] {
-            pin(o);
-            warp_arrive(&shared.v_free[v_at.stage]);
-            v_at.next();
-        };
-        await_turn(group);
-        barrier_wait(&shared.k_full[k_at.stage], k_at.parity);
-        wgmma_fence();
-        start_scores(s, q, q_rope, shared_address(shared.k[k_at.stage]));
-        end_turn(group);
-        wgmma_wait<0>();
-        pin(s);
+#pragma unroll
+        for (int i = 0; i < V / 2; ++i) o[i] = 0.0f;
         scores_done();
         soften(s, alpha, rows, key, scale);
         pack(p, s);
         for (key -= KEYS; key >= piece.begin; key -= KEYS) {
             if (ORDER != SERIAL) await_turn(group);
-            if (ORDER != OVERLAP) {
-                barrier_wait(&shared.v_full[v_at.stage], v_at.parity);
-                wgmma_fence();
-                start_values(o, p, shared_address(shared.v[v_at.stage]));
-            }
+            if (ORDER != OVERLAP) start_next_values();
             if (ORDER == SERIAL) {
                 wgmma_wait<0>();
                 values_done();
                 await_turn(group);
             }
-            barrier_wait(&shared.k_full[k_at.stage], k_at.parity);
-            wgmma_fence();
-            start_scores(s, q, q_rope, shared_address(shared.k[k_at.stage]));
-            if (ORDER == OVERLAP) {
-                barrier_wait(&shared.v_full[v_at.stage], v_at.parity);
-                wgmma_fence();
-                start_values(o, p, shared_address(shared.v[v_at.stage]));
-            }
+            await_keys();
+            start_next_scores();
+            if (ORDER == OVERLAP) start_next_values();
             end_turn(group);
             if (ORDER == OVERLAP)
                 wgmma_wait<1>();
             else
                 wgmma_wait<0>();
             pin(s);
-            if (ORDER == BURST) values_done();
             scores_done();
+            if (ORDER == BURST) values_done();
             soften(s, alpha, rows, key, scale);
             if (ORDER == OVERLAP) {
+                // This is over; but ptxas puts a wait for products as early in a basic block as it can, before the softmax.
+                await_values();
                 wgmma_wait<0>();
                 values_done();
             }
             rescale(o, alpha);
             pack(p, s);
         }
-        barrier_wait(&shared.v_full[v_at.stage], v_at.parity);
-        wgmma_fence();
-        start_values(o, p, shared_address(shared.v[v_at.stage]));
-        wgmma_wait<0>();
-        values_done();
-        store(o, rows, piece, first + row, to, logs);
+        start_next_values();
+        if (!EARLY) {
+            wgmma_wait<0>();
+            values_done();
+            store(o, rows, piece, first + row, to, logs);
+        }
+        const Piece done = piece;
+        const int done_row = first + row;
+        ++count;
+        look();
+        if (EARLY) {
+            // The next piece's first scores, while the last values are summed and stored. If there are none, scores of
+            // anything: a branch would make the compiler wait for every product.
+            started = piece.head >= 0 && own == all;
+            if (started) {
+                await_queries();
+                await_keys();
+                await_turn(group);
+            }
+            start_next_scores();
+            if (started) end_turn(group);
+            wgmma_wait<1>();
+            values_done();
+            store(o, rows, done, done_row, to, logs);
+            wgmma_wait<0>();
+            pin(s);
+        }
     }
 }
 

@@ -19,6 +19,7 @@ class Prefill:
 
     stages     tiles of keys and values in shared memory
     order      what a warpgroup has under way at once
+    early      the first scores of a piece of work start before the one before it is stored
     turns      warpgroups start their products one after another
     dynamic    blocks take the next piece of work when they are ready for it
     """
@@ -27,6 +28,7 @@ class Prefill:
     keys: Literal[64, 80, 96, 112, 128] = 128
     stages: int = 2
     order: int = OVERLAP
+    early: bool = True
     turns: bool = False
     dynamic: bool = True
 
@@ -64,6 +66,7 @@ def launch(node: GpuNode, prefill: Prefill, *, span: int, kv: Typed, k_rope: Typ
         "KEYS": prefill.keys,
         "STAGES": prefill.stages,
         "ORDER": prefill.order,
+        "EARLY": int(prefill.early),
         "TURNS": int(prefill.turns),
         "DYNAMIC": int(prefill.dynamic),
         "PRODUCER_REGISTERS": producer,
