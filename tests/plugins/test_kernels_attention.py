@@ -11,6 +11,8 @@ from dsc.compiler.cubin import instructions
 from dsc.compiler.lower_gpu import lower_gpu
 from dsc.plugins.formats import parse_format
 from dsc.plugins.gpu_node import Arch
+from dsc.plugins.mla_attention import expanded
+from dsc.plugins.mla_attention.sm90_mla_prefill import SERIAL, Prefill
 from dsc.runtime.program import ProgramNode
 from dsc.runtime.steps import Kernel, Repeat, Step
 
@@ -127,6 +129,18 @@ def test_expanded_attention_compiles(arch: str) -> None:
         "",
     ]
     assert ["mla_prefill" in entries(variant.steps) for variant in node.variants] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("prefill", [Prefill(), Prefill(groups=3, keys=96, order=SERIAL, early=False)])
+def test_expanded_attention_for_hopper_compiles(prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expanded, "SM90_PREFILL", prefill)
+    node, kernels = attention("sm_90a", "expanded", tokens=8192)
+    (built,) = kernels["sm90_mla_prefill"]
+    assert "HGMMA" in instructions(built.cubin)
+    assert entries(node.variants[-1].steps)[-3:] == ["mla_contexts", "mla_expand", "sm90_mla_prefill"]
+    _, others = attention("sm_80", "expanded", tokens=8192)
+    assert "mla_prefill" in others
+    assert "sm90_mla_prefill" not in others
 
 
 @pytest.mark.parametrize(("q_lora", "joint"), [(1536, 1), (0, 1), (1536, 0), (0, 0)])
