@@ -9,14 +9,12 @@ import triton
 
 from dsc.plugins.gpu_node import Arch, GpuNode, Typed
 from dsc.plugins.mla_attention import sm90_mla_prefill
-from dsc.plugins.mla_attention.sm90_mla_prefill import Prefill
 from dsc.plugins.mla_attention.triton_prefill import mla_contexts, mla_dequantize, mla_expand, mla_prefill
 from dsc.runtime.steps import Kernel, Repeat, Step
 
 UNIT = 64  # tokens to which contexts are rounded up, as in triton_prefill
 SCRATCH_ROWS = 1 << 20  # rows of keys and values, tokens times heads, of a pass: 512 MiB at R1's widths
 DEQUANTIZE_ROWS = 16
-SM90_PREFILL: Prefill | None = None  # how sm90_mla_prefill.cu attends where it applies; None: Triton does
 
 
 @dataclass(frozen=True)
@@ -47,14 +45,14 @@ def tiles_for(arch: Arch) -> Tiles:
 class Expanded:
     """The launches over one node's operands, for sequences of more than `longest` queries in the step.
 
-    prefill  how sm90_mla_prefill.cu attends, if it does
-    span     tokens of a pass
+    sm90   sm90_mla_prefill.cu attends, not mla_prefill
+    span   tokens of a pass
     """
 
     node: GpuNode
     longest: int
     tiles: Tiles
-    prefill: Prefill | None
+    sm90: bool
     span: int
     ends: Typed
     kv: Typed
@@ -64,9 +62,9 @@ class Expanded:
     @staticmethod
     def of(node: GpuNode, longest: int) -> Expanded:
         heads, nope, v, rope = (int(node.attributes[name]) for name in ("heads", "nope", "v", "rope"))
-        tiles, prefill = tiles_for(node.arch), SM90_PREFILL if sm90_mla_prefill.applies(node) else None
-        if prefill:
-            tiles = replace(tiles, rows=prefill.rows)
+        tiles, sm90 = tiles_for(node.arch), sm90_mla_prefill.applies(node)
+        if sm90:
+            tiles = replace(tiles, rows=sm90_mla_prefill.ROWS)
         step = tiles.units * UNIT
         every = node.bounds["B"] * -(-node.bounds["P"] * int(node.attributes["block_tokens"]) // UNIT) * UNIT
         span = max(step, min(SCRATCH_ROWS // heads, every + step - 1) // step * step)
@@ -74,7 +72,7 @@ class Expanded:
             node,
             longest,
             tiles,
-            prefill,
+            sm90,
             span,
             ends=node.add_scratch("ends", "int32", (2, "B")),
             kv=node.add_scratch("kv", "bfloat16", (heads, span, nope + v)),
@@ -157,9 +155,9 @@ class Expanded:
 
     def _attend(self) -> Kernel:
         node, tiles = self.node, self.tiles
-        if self.prefill:
+        if self.sm90:
             places = {"kv": self.kv, "k_rope": self.k_rope, "logs": self.logs, "ends": self.ends}
-            return sm90_mla_prefill.launch(node, self.prefill, span=self.span, **places)
+            return sm90_mla_prefill.launch(node, span=self.span, **places)
         steps = ("q", "cos", "sin", "positions", "query_starts", "sequence_lengths", "o")
         return node.triton(
             mla_prefill,

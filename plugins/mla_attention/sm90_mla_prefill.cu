@@ -1,35 +1,33 @@
 // Causal attention of expanded MLA on Hopper: 192 columns of queries and keys, 128 of values, bfloat16. Takes and leaves
 // what mla_prefill of triton_prefill.py does: a pass over SPAN tokens of all contexts, merged into what earlier passes left.
 //
-// The first warpgroup fetches: its first warp takes pieces of work (a head's tile of 64 * GROUPS queries of a sequence),
-// announces them and copies queries, keys and values by TMA; its other warps rotate the rope part of the queries. Each
-// other warpgroup attends for 64 queries: scores from shared memory, probabilities in registers. Keys are gone through from
-// the last to the first, so what is masked comes first.
+// The first warpgroup fetches: its first warp takes pieces of work (a head's tile of ROWS queries of a sequence), announces
+// them and copies queries, keys and values by TMA; its other warps rotate the rope part of the queries. Each of the other
+// warpgroups attends for 64 queries: scores from shared memory, probabilities in registers. Keys are gone through from the
+// last to the first, so what is masked comes first. A tile's scores start before the values of the tile before are summed,
+// which happens during their softmax; a piece's first scores start before the sums of the piece before are stored.
 //
-// Defines: HEADS; SPAN; GROUPS; KEYS of a tile (a multiple of 16); STAGES of keys and values; ORDER: OVERLAP starts a tile's
-// scores, then sums the values of the tile before while it takes their softmax, BURST sums first and waits for both, SERIAL
-// has one product at a time; EARLY: a piece's first scores start before the sums of the one before are stored; TURNS: warpgroups start their products one after another; DYNAMIC: blocks take the next piece
-// when they are ready for it, rather than by turns; PRODUCER_REGISTERS, CONSUMER_REGISTERS.
+// Defines: HEADS, SPAN, and SHARED_BYTES of the launch.
 #include <cuda.h>
 #include <stdint.h>
 
-#define SERIAL 0
-#define BURST 1
-#define OVERLAP 2
-
 namespace {
 
-constexpr int ROWS = 64 * GROUPS, NOPE = 128, ROPE = 64, V = 128, UNIT = 64;
+constexpr int NOPE = 128, ROPE = 64, V = 128, UNIT = 64;
+constexpr int GROUPS = 3, ROWS = 64 * GROUPS;        // warpgroups that attend; queries of a piece
+constexpr int KEYS = 80;                             // of a tile: all that three warpgroups' registers hold
+constexpr int STAGES = 2;                            // tiles of keys and of values in shared memory
 constexpr int LINE = 128;                            // bytes of a row's 64 columns, in the swizzle of TMA and wgmma
 constexpr int CHUNK = 64 * LINE;                     // 64 queries
 constexpr int KEY_CHUNK = KEYS * LINE;
 constexpr int KEY_BYTES = 3 * KEY_CHUNK;             // two chunks of k_nope, one of k_rope
-constexpr int GRANULE = KEYS % 64 == 0 ? 64 : KEYS % 32 == 0 ? 32 : 16;  // values that a box holds: a unit or a part of it
+constexpr int GRANULE = 16;                          // values that a box holds: a part of a tile and of a unit
 constexpr int GRANULE_CHUNK = GRANULE * LINE;
 constexpr int VALUE_BYTES = 2 * KEYS * LINE;
 constexpr int SLOTS = 2;                             // pieces that are announced at a time
 constexpr int ROTATORS = 3;                          // warps
 constexpr int AT_ONCE = 2;                           // rows that a lane of them has under way
+constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 152;
 constexpr float STALE = 8.0f;                        // the maximum is renewed when a score exceeds it by 2^8
 constexpr int TOGETHER = (32 << 20) / (2 * (NOPE + V));  // keys, over the heads that blocks go through together: 32 MiB of L2
 
@@ -53,7 +51,7 @@ struct Shared {
 };
 
 static_assert(sizeof(Shared) + 1024 <= SHARED_BYTES, "the launch asks for less");
-static_assert(GROUPS > 1 || !TURNS);
+static_assert(KEYS % GRANULE == 0 && UNIT % GRANULE == 0);
 
 // Where in a ring of stages a warp is.
 struct Place {
@@ -131,50 +129,18 @@ __device__ __forceinline__ void pin(float (&a)[N]) {
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"   \
     "%30,%31"
 #define NAMES40 NAMES32 ",%32,%33,%34,%35,%36,%37,%38,%39"
-#define NAMES48 NAMES40 ",%40,%41,%42,%43,%44,%45,%46,%47"
-#define NAMES56 NAMES48 ",%48,%49,%50,%51,%52,%53,%54,%55"
-#define NAMES64 NAMES56 ",%56,%57,%58,%59,%60,%61,%62,%63"
-#if KEYS == 64
-#define SHAPE "m64n64k16"
-#define SCORES(a) OUT32(a, 0)
-#define NAMES NAMES32
-#define INPUTS "%32, %33, p"
-#define ADD "%34"
-#elif KEYS == 80
-#define SHAPE "m64n80k16"
-#define SCORES(a) OUT32(a, 0), OUT8(a, 32)
-#define NAMES NAMES40
-#define INPUTS "%40, %41, p"
-#define ADD "%42"
-#elif KEYS == 96
-#define SHAPE "m64n96k16"
-#define SCORES(a) OUT32(a, 0), OUT8(a, 32), OUT8(a, 40)
-#define NAMES NAMES48
-#define INPUTS "%48, %49, p"
-#define ADD "%50"
-#elif KEYS == 112
-#define SHAPE "m64n112k16"
-#define SCORES(a) OUT32(a, 0), OUT8(a, 32), OUT8(a, 40), OUT8(a, 48)
-#define NAMES NAMES56
-#define INPUTS "%56, %57, p"
-#define ADD "%58"
-#elif KEYS == 128
-#define SHAPE "m64n128k16"
-#define SCORES(a) OUT32(a, 0), OUT32(a, 32)
-#define NAMES NAMES64
-#define INPUTS "%64, %65, p"
-#define ADD "%66"
-#endif
+#define NAMES64 NAMES40                                                                                                \
+    ",%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 
 // s [64, KEYS] (+)= a [64, 16] b [KEYS, 16]^T, both in shared memory.
 __device__ __forceinline__ void multiply_keys(float (&s)[KEYS / 2], uint64_t a, uint64_t b, int add) {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
-        "setp.ne.b32 p, " ADD ", 0;\n"
-        "wgmma.mma_async.sync.aligned." SHAPE ".f32.bf16.bf16 {" NAMES "}, " INPUTS ", 1, 1, 0, 0;\n"
+        "setp.ne.b32 p, %42, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {" NAMES40 "}, %40, %41, p, 1, 1, 0, 0;\n"
         "}\n"
-        : SCORES(s)
+        : OUT32(s, 0), OUT8(s, 32)
         : "l"(a), "l"(b), "r"(add));
 }
 
@@ -264,13 +230,9 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* queri
     const int lane = threadIdx.x % 32, total = step.tiles * HEADS;
     Place k_at, v_at;
     int count = 0, index = blockIdx.x;
-    for (int turn = 0; index < total; ++turn) {
+    while (index < total) {
         int following = 0;
-        if (DYNAMIC) {
-            if (lane == 0) following = gridDim.x + atomicAdd(next, 1);
-        } else {  // there and back: in every turn the same blocks would get what is longest
-            following = (turn + 1) * gridDim.x + (turn % 2 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
-        }
+        if (lane == 0) following = gridDim.x + atomicAdd(next, 1);
         const Piece piece = find_piece(step, index);
         if (piece.begin < piece.end) {
             if (lane == 0) {
@@ -305,14 +267,14 @@ __device__ __forceinline__ void produce(Shared& shared, const CUtensorMap* queri
             __syncwarp();
             ++count;
         }
-        index = DYNAMIC ? __shfl_sync(~0u, following, 0) : following;
+        index = __shfl_sync(~0u, following, 0);
     }
     if (lane == 0) {
         const int slot = count % SLOTS, parity = count / SLOTS & 1;
         barrier_wait(&shared.piece_free[slot], parity ^ 1);
         shared.pieces[slot].head = -1;
         barrier_arrive(&shared.piece_full[slot]);
-        if (DYNAMIC && atomicAdd(next + 1, 1) == gridDim.x - 1) next[0] = next[1] = 0;  // the last block: clear again
+        if (atomicAdd(next + 1, 1) == gridDim.x - 1) next[0] = next[1] = 0;  // the last block: clear again
     }
 }
 
@@ -434,15 +396,6 @@ __device__ __forceinline__ void pack(uint32_t (&p)[KEYS / 4], const float (&s)[K
     for (int i = 0; i < KEYS / 4; ++i) p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
 }
 
-// With TURNS, products are started by one warpgroup after another.
-__device__ __forceinline__ void await_turn(int group) {
-    if (TURNS) asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory");
-}
-
-__device__ __forceinline__ void end_turn(int group) {
-    if (TURNS) asm volatile("bar.arrive %0, 256;" ::"r"(1 + (group + 1) % GROUPS) : "memory");
-}
-
 // Transposes the 4 x 4 matrix whose rows four neighbouring lanes hold.
 __device__ __forceinline__ void turn_quad(uint32_t (&v)[4]) {
 #pragma unroll
@@ -544,21 +497,18 @@ __device__ __forceinline__ void attend(Shared& shared, int group, float scale, u
         warp_arrive(&shared.v_free[v_at.stage]);
         v_at.next();
     };
-    if (group == GROUPS - 1) end_turn(group);        // the first one begins
     look();
     bool started = false;
     while (piece.head >= 0) {
         if (!started) {
             // What no query of this warpgroup sees, others may.
             for (int i = own; i < all; ++i) {
-                barrier_wait(&shared.k_full[k_at.stage], k_at.parity);
+                await_keys();
                 warp_arrive(&shared.k_free[k_at.stage]);
                 k_at.next();
-                barrier_wait(&shared.v_full[v_at.stage], v_at.parity);
+                await_values();
                 warp_arrive(&shared.v_free[v_at.stage]);
                 v_at.next();
-                await_turn(group);
-                end_turn(group);
             }
             await_queries();
             if (own == 0) {
@@ -568,9 +518,7 @@ __device__ __forceinline__ void attend(Shared& shared, int group, float scale, u
                 continue;
             }
             await_keys();
-            await_turn(group);
             start_next_scores();
-            end_turn(group);
             wgmma_wait<0>();
             pin(s);
         }
@@ -590,61 +538,38 @@ __device__ __forceinline__ void attend(Shared& shared, int group, float scale, u
         soften(s, alpha, rows, key, scale);
         pack(p, s);
         for (key -= KEYS; key >= piece.begin; key -= KEYS) {
-            if (ORDER != SERIAL) await_turn(group);
-            if (ORDER != OVERLAP) start_next_values();
-            if (ORDER == SERIAL) {
-                wgmma_wait<0>();
-                values_done();
-                await_turn(group);
-            }
             await_keys();
             start_next_scores();
-            if (ORDER == OVERLAP) start_next_values();
-            end_turn(group);
-            if (ORDER == OVERLAP)
-                wgmma_wait<1>();
-            else
-                wgmma_wait<0>();
+            start_next_values();
+            wgmma_wait<1>();
             pin(s);
             scores_done();
-            if (ORDER == BURST) values_done();
             soften(s, alpha, rows, key, scale);
-            if (ORDER == OVERLAP) {
-                // This is over; but ptxas puts a wait for products as early in a basic block as it can, before the softmax.
-                await_values();
-                wgmma_wait<0>();
-                values_done();
-            }
+            // This is over; but ptxas puts a wait for products as early in a basic block as it can, before the softmax.
+            await_values();
+            wgmma_wait<0>();
+            values_done();
             rescale(o, alpha);
             pack(p, s);
         }
         start_next_values();
-        if (!EARLY) {
-            wgmma_wait<0>();
-            values_done();
-            store(o, rows, piece, first + row, to, logs);
-        }
         const Piece done = piece;
         const int done_row = first + row;
         ++count;
         look();
-        if (EARLY) {
-            // The next piece's first scores, while the last values are summed and stored. If there are none, scores of
-            // anything: a branch would make the compiler wait for every product.
-            started = piece.head >= 0 && own == all;
-            if (started) {
-                await_queries();
-                await_keys();
-                await_turn(group);
-            }
-            start_next_scores();
-            if (started) end_turn(group);
-            wgmma_wait<1>();
-            values_done();
-            store(o, rows, done, done_row, to, logs);
-            wgmma_wait<0>();
-            pin(s);
+        // The next piece's first scores, while the last values are summed and stored. If there are none, scores of anything:
+        // a branch would make the compiler wait for every product.
+        started = piece.head >= 0 && own == all;
+        if (started) {
+            await_queries();
+            await_keys();
         }
+        start_next_scores();
+        wgmma_wait<1>();
+        values_done();
+        store(o, rows, done, done_row, to, logs);
+        wgmma_wait<0>();
+        pin(s);
     }
 }
 

@@ -115,8 +115,8 @@ def test_launches_of_a_step(build: Build) -> None:
         ("moe_sum", 3),
     ):
         assert launched(entry, "main.decode", 1) == count, entry
-    assert launched("mla_prefill", "main.decode", 16) == 0
-    assert launched("mla_prefill", "main.prefill", 512) >= 4
+    assert launched("sm90_mla_prefill", "main.decode", 16) == 0
+    assert launched("sm90_mla_prefill", "main.prefill", 512) >= 4
     assert launched("mtp_input", "mtp.decode", 16) == 1
 
 
@@ -156,7 +156,7 @@ def test_a_node_is_explained_by_what_it_launches(build: Build) -> None:
         "T <= 16 and B <= 16": ["mla_queries", "sm90_mla_decode", "mla_values"],
         "otherwise": ["mla_queries", "sm90_mla_decode", "mla_values"],
     }
-    repeated = ["mla_dequantize", "mla_contexts", "mla_expand", "mla_prefill"]
+    repeated = ["mla_dequantize", "mla_contexts", "mla_expand", "sm90_mla_prefill"]
     assert attention["main.prefill"]["otherwise"][-4:] == repeated
     head = kernels("mtp.eh_proj")["mtp.decode"]
     assert head == {"T <= 16": ["linear"], "otherwise": ["gemm"]}  # through cuBLAS: no kernel of the engine's

@@ -10,7 +10,6 @@ from support.tolerances import check_rows
 
 from dsc.plugins.formats import parse_format
 from dsc.plugins.mla_attention.reference import reference
-from dsc.plugins.mla_attention.sm90_mla_prefill import SERIAL, Prefill
 from dsc.plugins.stored import StoredWeight
 
 pytestmark = pytest.mark.gpu
@@ -113,16 +112,15 @@ def test_kernels_of_other_architectures(mode: str, arch: str) -> None:
         check(RAGGED[name], mode=mode, arch=arch)
 
 
-PREFILLS = {"triton": None, "128 x 128": Prefill(), "192 x 96": Prefill(groups=3, keys=96, order=SERIAL, early=False)}
-
-
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("heads", [4, 16, 128])
 @pytest.mark.parametrize("passes", [False, True], ids=["one pass", "several passes"])
-@pytest.mark.parametrize("prefill", PREFILLS.values(), ids=PREFILLS)
-def test_expanded(heads: int, passes: bool, prefill: Prefill | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsc.plugins.mla_attention import absorbed, expanded
+@pytest.mark.parametrize("attend", ["sm90_mla_prefill", "mla_prefill"])
+def test_expanded(heads: int, passes: bool, attend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel of this chip, and by Triton's in its place."""
+    from dsc.plugins.mla_attention import absorbed, expanded, sm90_mla_prefill
 
-    monkeypatch.setattr(expanded, "SM90_PREFILL", prefill)
+    if attend == "mla_prefill":
+        monkeypatch.setattr(sm90_mla_prefill, "applies", lambda node: False)
     if passes:
         monkeypatch.setattr(expanded, "SCRATCH_ROWS", 640 * heads)
         monkeypatch.setattr(absorbed, "CHUNK", 128)

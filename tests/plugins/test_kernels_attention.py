@@ -7,18 +7,17 @@ import torch
 from support.gpu import node_program
 
 from dsc.compiler.codegen import Built, CubinCompiler
-from dsc.compiler.cubin import instructions
+from dsc.compiler.cubin import instructions, mnemonics
 from dsc.compiler.lower_gpu import lower_gpu
 from dsc.plugins.formats import parse_format
 from dsc.plugins.gpu_node import Arch
-from dsc.plugins.mla_attention import expanded
-from dsc.plugins.mla_attention.sm90_mla_prefill import SERIAL, Prefill
+from dsc.plugins.mla_attention import sm90_mla_prefill
 from dsc.runtime.program import ProgramNode
 from dsc.runtime.steps import Kernel, Repeat, Step
 
 TENSOR_CORES = {"sm_80": "HMMA", "sm_90a": "HGMMA", "sm_100a": "UTCHMMA"}
 FP8_INSTRUCTIONS = {"QGMMA", "QMMA", "UTCQMMA"}
-WIDTHS = {"nope": 128, "rope": 64, "v": 128, "latent_dim": 512}
+PREFILL = {"mla_prefill", "sm90_mla_prefill"}
 
 
 def lowered(
@@ -54,11 +53,12 @@ def attention(
     format_: str = "bf16",
     tokens: int = 256,
     block_tokens: int = 64,
+    nope: int = 128,
 ) -> tuple[ProgramNode, dict[str, list[Built]]]:
     block_bytes = block_tokens * 576 * (2 if dtype == "bfloat16" else 4)
     inputs = {
-        "q": empty(dtype, 4, heads * 192),
-        **weight("kv_b", format_, heads * 256, 512),
+        "q": empty(dtype, 4, heads * (nope + 64)),
+        **weight("kv_b", format_, heads * 2 * nope, 512),
         "cos": empty("float32", 4096, 32),
         "sin": empty("float32", 4096, 32),
         "positions": empty("int32", 4),
@@ -67,8 +67,8 @@ def attention(
         "block_table": empty("int32", 3, 64),
         "cache": empty("uint8", 100, block_bytes),
     }
-    attributes = {"heads": heads, **WIDTHS, "scale": 0.135, "mode": mode, "cache_dtype": dtype, "kv_b_format": format_}
-    attributes |= {"block_tokens": block_tokens, "block_bytes": block_bytes}
+    attributes = {"heads": heads, "nope": nope, "rope": 64, "v": nope, "latent_dim": 512, "scale": 0.135, "mode": mode}
+    attributes |= {"cache_dtype": dtype, "kv_b_format": format_, "block_tokens": block_tokens, "block_bytes": block_bytes}
     return lowered("MlaAttention", inputs, attributes, arch, {"T": tokens, "B": 256, "P": 512})
 
 
@@ -110,37 +110,49 @@ def test_other_blocks_do_without_the_hopper_kernel() -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_float32_stays_float32(arch: str) -> None:
     """No tensor core, whose float32 mode is tf32; and every length is attended absorbed."""
-    node, kernels = attention(arch, "expanded", dtype="float32", format_="fp32", tokens=4096)
+    _, kernels = attention(arch, "expanded", dtype="float32", format_="fp32", tokens=4096)
     for built in (one for several in kernels.values() for one in several):
         assert not {name for name in instructions(built.cubin) if "MMA" in name}, built.compiled
-    assert all("mla_prefill" not in entries(variant.steps) for variant in node.variants)
+    assert not PREFILL & set(kernels)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-def test_expanded_attention_compiles(arch: str) -> None:
+@pytest.mark.parametrize(
+    ("arch", "attend"), [("sm_80", "mla_prefill"), ("sm_90a", "sm90_mla_prefill"), ("sm_100a", "mla_prefill")]
+)
+def test_expanded_attention_compiles(arch: str, attend: str) -> None:
     node, kernels = attention(arch, "expanded", tokens=8192, format_="fp8")
-    for name in ("mla_expand", "mla_prefill"):
+    for name in ("mla_expand", attend):
         (built,) = kernels[name]
         assert TENSOR_CORES[arch] in instructions(built.cubin)
+    assert PREFILL & set(kernels) == {attend}
     assert [variant.guard for variant in node.variants] == [
         "T <= 4 and B <= 16",
         "T <= 16 and B <= 16",
         "T <= 192",
         "",
     ]
-    assert ["mla_prefill" in entries(variant.steps) for variant in node.variants] == [False, False, False, True]
+    assert [attend in entries(variant.steps) for variant in node.variants] == [False, False, False, True]
 
 
-@pytest.mark.parametrize("prefill", [Prefill(), Prefill(groups=3, keys=96, order=SERIAL, early=False)])
-def test_expanded_attention_for_hopper_compiles(prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expanded, "SM90_PREFILL", prefill)
-    node, kernels = attention("sm_90a", "expanded", tokens=8192)
+@pytest.mark.parametrize("heads", [4, 16, 128])
+def test_tiles_of_expanded_attention_on_hopper(heads: int) -> None:
+    """Scores of 80 keys and sums of 128 columns, for 64 queries a warpgroup."""
+    node, kernels = attention("sm_90a", "expanded", heads=heads, tokens=8192)
     (built,) = kernels["sm90_mla_prefill"]
-    assert "HGMMA" in instructions(built.cubin)
+    products = {name for name in mnemonics(built.cubin) if "GMMA" in name}
+    assert products == {"HGMMA.64x80x16.F32.BF16", "HGMMA.64x128x16.F32.BF16"}
     assert entries(node.variants[-1].steps)[-3:] == ["mla_contexts", "mla_expand", "sm90_mla_prefill"]
-    _, others = attention("sm_80", "expanded", tokens=8192)
-    assert "mla_prefill" in others
-    assert "sm90_mla_prefill" not in others
+
+
+@pytest.mark.parametrize("changed", ["architecture", "widths", "patched"])
+def test_triton_attends_elsewhere_on_hopper(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if changed == "patched":  # as tests/gpu does, to run it at these widths too
+        monkeypatch.setattr(sm90_mla_prefill, "applies", lambda node: False)
+    arch, nope = "sm_90" if changed == "architecture" else "sm_90a", 64 if changed == "widths" else 128
+    node, kernels = attention(arch, "expanded", tokens=8192, nope=nope)
+    assert PREFILL & set(kernels) == {"mla_prefill"}
+    assert "HGMMA" in instructions(kernels["mla_prefill"][0].cubin)
+    assert entries(node.variants[-1].steps)[-3:] == ["mla_contexts", "mla_expand", "mla_prefill"]
 
 
 @pytest.mark.parametrize(("q_lora", "joint"), [(1536, 1), (0, 1), (1536, 0), (0, 0)])
