@@ -189,7 +189,7 @@ def multiply(node: GpuNode, x: str, w: str, y: str, count: str = "T", rows: str 
     job = _Job.of(node, x, w, y, count, rows)
     plans = _needed(job.plans(), node.bounds.get(count, 0))
     parts, arrivals = job.scratch(plans)
-    before: dict[type[Way], tuple[Step, _Job]] = {}
+    before: dict[type[Way], tuple[tuple[Step, ...], _Job]] = {}
     variants = []
     for most, way in plans:
         steps: list[Step] = []
@@ -198,8 +198,8 @@ def multiply(node: GpuNode, x: str, w: str, y: str, count: str = "T", rows: str 
         if (kind is Tile and job.format.kind == "fp8") or kind is Many:
             if kind not in before:
                 before[kind] = job.quantize() if kind is Tile else job.permute()
-            step, at = before[kind]
-            steps.append(step)
+            made, at = before[kind]
+            steps += made
         if isinstance(way, Tile):
             steps.append(at.tile(way, at.splits(most, way), parts, arrivals))
         elif isinstance(way, Few):
@@ -280,17 +280,17 @@ class _Job:
     def _dequantize_from(self) -> int:
         return DEQUANTIZE_TOKENS_SMALL if self.n * self.k < SMALL_VALUES else DEQUANTIZE_TOKENS
 
-    def quantize(self) -> tuple[Step, _Job]:
-        """The step that quantizes the activations, and the job on their codes."""
-        step, made, scales = quantize(
+    def quantize(self) -> tuple[tuple[Step, ...], _Job]:
+        """Steps that quantize the activations, unless their norm did, and the job on their codes."""
+        steps, made, scales = quantize(
             self.node, self.x, self.k, self.count, ue8m0=self.format.ue8m0, rows=self.rows, name=self.w
         )
-        return step, replace(self, x=codes(made, self.format, self.math), x_scales=scales, rows=None)
+        return steps, replace(self, x=codes(made, self.format, self.math), x_scales=scales, rows=None)
 
-    def permute(self) -> tuple[Step, _Job]:
+    def permute(self) -> tuple[tuple[Step, ...], _Job]:
         """The step that permutes the activations' columns, and the job on them."""
         step, x = sm90_many_tokens.permute(self.node, self.format, self.x, self.rows, self.count, self.k, self.w)
-        return step, replace(self, x=x, rows=None)
+        return (step,), replace(self, x=x, rows=None)
 
     def splits(self, most: int, tile: Tile) -> int:
         """Into how many parts a tile's launch for at most so many tokens splits K."""
