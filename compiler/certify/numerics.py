@@ -26,7 +26,7 @@ from dsc.runtime.errors import DscError
 from dsc.runtime.program import Program
 
 ROWS = 128  # of logits in memory at once
-UNQUANTIZED = ("set_dtype", "quantize_weights")  # the passes that the reference leaves out
+UNQUANTIZED = ("set_dtype", "quantize_weights", "quantize_norms")  # the passes that the reference leaves out
 PHASE = "prefill"
 
 

@@ -35,6 +35,7 @@ class GraphInfo:
     layers  decoder layer indices in this graph (main: 0..L-1; mtp: the MTP layer's index)
     bounds  largest value of each letter, for planning
     done    passes already run, in order
+    formats kind of format by weight class, as the recipe chose them; {} before weights are stored in formats
     """
 
     spec: ModelSpec
@@ -45,6 +46,7 @@ class GraphInfo:
     cache_dtype: str = "float32"
     block_tokens: int = 64
     done: tuple[str, ...] = ()
+    formats: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
