@@ -224,8 +224,8 @@ def journal(folder: Path) -> Target:
         for number, errors in found.jobs.items():
             assert type(number) is int
             assert isinstance(errors, Errors)
-        for location, (sha256, tensors) in found.files.items():
-            assert all(isinstance(text, str) for text in (location, sha256, *tensors, *tensors.values()))
+        for location, (digest, tensors) in found.files.items():
+            assert all(isinstance(text, str) for text in (location, digest, *tensors, *tensors.values()))
         ", ".join(found.differs)
         found.begin()
         found.close()
