@@ -93,12 +93,12 @@ def interpreted(
         "candidates": torch.full((R, 2, candidates), -1, dtype=ints), "lengths": torch.full((R,), -1, dtype=ints),
         "tokens": torch.full((R,), -7, dtype=ints), "accepted": torch.full((R,), -7, dtype=ints),
         "logprobs": torch.zeros(R), "V": V, "W": W, "S": S, "S2": S2, "SPLIT": split, "K": K, "CHUNK": chunk,
-        "WINDOW": window, "CANDIDATES": candidates, "PDL": False, "R": R, "BLOCK": 4,
+        "WINDOW": window, "CANDIDATES": candidates, "PDL": False, "R": R, "BLOCK": 4, "AHEAD": 4,
     }  # fmt: skip
     launches = (
         ("scan", (R, S)),
-        ("coarse", (R, S)),
-        ("gather", (R, S)),
+        ("coarse", (3,)),
+        ("gather", (5,)),
         ("pick", (R,)),
         ("pick", (R,)),
         ("accept", (1,)),
