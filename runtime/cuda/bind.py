@@ -144,6 +144,9 @@ class Binder:
         a, b = self._matrix(step.a, m, k, batch, values), self._matrix(step.b, k, n, batch, values)
         c = self._matrix(step.c, m, n, batch, values)
         if step.beta == 0.0 and step.alpha == 1.0:
+            if a.dtype != c.dtype:  # sums are stored as they are
+                assert batch == 1, (step.a, step.c)
+                return lambda stream: torch.mm(a[0], b[0], c.dtype, out=c[0])
             if batch == 1:
                 return lambda stream: torch.mm(a[0], b[0], out=c[0])
             return lambda stream: torch.bmm(a, b, out=c)
