@@ -16,10 +16,9 @@ import triton.language as tl
 
 from dsc.plugins.formats import Format
 from dsc.plugins.gpu_node import GpuNode, Typed
-from dsc.plugins.linear import few_tokens, sm90_many_tokens, sm90_stream_k
+from dsc.plugins.linear import cublas, few_tokens, sm90_many_tokens
 from dsc.plugins.linear.few_tokens import Few
 from dsc.plugins.linear.sm90_many_tokens import Many
-from dsc.plugins.linear.sm90_stream_k import StreamK
 from dsc.plugins.triton_activations import quantize
 from dsc.plugins.triton_weights import block_k, codes, decode_bytes, decode_nibbles, math_of, product
 from dsc.runtime.steps import Gemm, Kernel, Matrix, Step, Variant
@@ -149,7 +148,7 @@ class Gemm16:
     """cuBLAS in bfloat16, after integer codes were dequantized."""
 
 
-Way = Tile | Few | Many | StreamK | Gemm16
+Way = Tile | Few | Many | Gemm16
 Plan = tuple[int, Way]  # the most tokens that a way serves (0: any number), ascending
 
 FLOAT32: tuple[Plan, ...] = ((16, Tile(16, 64, False, stages=2)), (0, Tile(64, 64, False, warps=8, stages=2)))
@@ -224,8 +223,6 @@ def multiply(node: GpuNode, x: str, w: str, y: str, count: str = "T", rows: str 
             steps.append(at.few(way, parts, arrivals))
         elif isinstance(way, Many):
             steps.append(at.many(way, most))
-        elif isinstance(way, StreamK):
-            steps.append(at.stream(way, parts, arrivals))
         else:
             steps += at.gemm()
         variants.append(Variant(tuple(steps), f"{count} <= {most}" if most else ""))
@@ -304,9 +301,9 @@ class _Job:
         """The method that makes x what a way multiplies by, "" for none."""
         if isinstance(way, Many):
             return "permute"
-        if isinstance(way, Tile | StreamK) and self.format.kind == "fp8":
+        if isinstance(way, Tile) and self.format.kind == "fp8":
             return "quantize"
-        return "gather" if isinstance(way, StreamK | Gemm16) and self.rows is not None else ""
+        return "gather" if isinstance(way, Gemm16) and self.rows is not None else ""
 
     def quantize(self) -> tuple[Step, _Job]:
         """The step that quantizes the activations, and the job on their codes."""
@@ -323,7 +320,7 @@ class _Job:
     def gather(self) -> tuple[Step, _Job]:
         """The step that copies the rows of x that count, and the job on them."""
         assert self.rows is not None, self.w
-        step, x = sm90_stream_k.gather(self.node, self.x, self.rows, self.count, self.k, self.w)
+        step, x = cublas.gather(self.node, self.x, self.rows, self.count, self.k, self.w)
         return step, replace(self, x=x, rows=None)
 
     def splits(self, most: int, tile: Tile) -> int:
@@ -344,9 +341,6 @@ class _Job:
             if isinstance(way, Few):
                 more, tiles = few_tokens.scratch_sizes(way, self.n)
                 cells, counters = max(cells, more), max(counters, tiles)
-            elif isinstance(way, StreamK):
-                more, blocks = sm90_stream_k.scratch_sizes(way)
-                cells, counters = max(cells, more), max(counters, blocks)
             elif isinstance(way, Tile) and (splits := self.splits(most, way)) > 1:
                 tiles = self._tiles(most or self.node.bounds[self.count], way)
                 cells, counters = max(cells, tiles * way.tokens * way.rows * splits), max(counters, tiles)
@@ -389,26 +383,6 @@ class _Job:
             w=self.node.at(self.w),
             scales=self.node.maybe(f"{self.w}.scales"),
             y=self.y,
-            count=self.count,
-            shape=(self.n, self.k),
-        )
-
-    def stream(self, way: StreamK, parts: Typed | None, arrivals: Typed | None) -> Kernel:
-        """The launch of sm90_stream_k.cu."""
-        assert parts is not None, self.w
-        assert arrivals is not None, self.w
-        return sm90_stream_k.launch(
-            self.node,
-            __name__,
-            way,
-            self.format,
-            x=self.x,
-            x_scales=self.x_scales,
-            w=self.node.at(self.w),
-            scales=self.node.maybe(f"{self.w}.scales"),
-            y=self.y,
-            parts=parts,
-            arrivals=arrivals,
             count=self.count,
             shape=(self.n, self.k),
         )
