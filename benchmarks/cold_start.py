@@ -2,7 +2,8 @@
 
     python benchmarks/cold_start.py ENGINE [--warm] [--rounds 3]
 
-Seconds count from the start of the process, imports and hashes included. `--warm` leaves the page cache as it is.
+Seconds count from the start of the process; parts of them are imports, load and the first token, hashes included. What
+was just written is flushed to the disk before. `--warm` leaves the page cache as it is.
 """
 
 from __future__ import annotations
@@ -19,11 +20,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 from emission import drop_from_cache
 
 PROCESS = """
-import json, sys
+import json, sys, time
+times = [time.monotonic()]
 from dsc import runtime
+times.append(time.monotonic())
 engine = runtime.load(sys.argv[1])
-first = engine.generate([[1, 2, 3, 4]], max_tokens=1, temperature=0.0)[0].token_ids
-print(json.dumps({"token": first, **engine.backend.describe()}))
+times.append(time.monotonic())
+engine.generate([[1, 2, 3, 4]], max_tokens=1, temperature=0.0)
+times.append(time.monotonic())
+parts = {name: round(b - a, 2) for name, a, b in zip(("imports", "load", "token"), times, times[1:])}
+print(json.dumps({**parts, **engine.backend.describe()}))
 """
 
 

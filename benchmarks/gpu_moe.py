@@ -1,8 +1,10 @@
 """Moe and Router on a GPU: microseconds of a whole layer by model, format and tokens, and what they read a second.
 
-    python benchmarks/gpu_moe.py [--cases r1:wint4:128:fp8,r1:fp8:fp8,...] [--tokens 1,16,64,256,4096] [--compile-only]
+    python benchmarks/gpu_moe.py [--cases r1:wint4:128:fp8,r1:fp8:fp8,...] [--tokens 1,16,64,256,4096]
+        [--dequantize-pairs 1,1000000] [--compile-only]
 
-A case is the model's shape, the experts' format and the shared expert's. Each step is planned for its tokens and runs in a
+A case is the model's shape, the experts' format and the shared expert's, once for each number of pairs an expert from
+which integer codes become bfloat16 first, by default as a node takes it. Each step is planned for its tokens and runs in a
 CUDA graph with several sets of tokens in turn, random weights and routing; the median of replays. TB/s counts the weights
 of the experts hit. --compile-only fills the kernels' cache on a machine without a GPU.
 """
@@ -25,6 +27,7 @@ from dsc.compiler.codegen import CubinCompiler
 from dsc.compiler.lower_gpu import lower_gpu
 from dsc.plugins.formats import parse_format
 from dsc.plugins.gpu_node import Arch
+from dsc.plugins.moe import kernel
 from dsc.runtime.bench_layers import capture, graph_seconds
 
 # Experts, of a token, D, F, F of the shared one.
@@ -127,15 +130,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default=CASES)
     parser.add_argument("--tokens", default="1,2,4,8,16,64,128,256,512,1024,2048,4096")
+    parser.add_argument("--dequantize-pairs", default="")
     parser.add_argument("--compile-only", action="store_true")
     options = parser.parse_args()
     tokens = [int(t) for t in options.tokens.split(",")]
     table = Table("us (TB/s)", *(str(t) for t in tokens))
     # A format's group belongs to it: wint4:128.
     for case in options.cases.split(","):
-        row = moe_row(case, tokens, options.compile_only)
-        table.add_row(case, *row)
-        print(f"{case}: {' '.join(row)}", flush=True)
+        for pairs in options.dequantize_pairs.split(","):
+            if pairs:
+                kernel.DEQUANTIZE_PAIRS = dict.fromkeys(kernel.DEQUANTIZE_PAIRS, int(pairs))
+            row = moe_row(case, tokens, options.compile_only)
+            name = f"{case}, {pairs}" if pairs else case
+            table.add_row(name, *row)
+            print(f"{name}: {' '.join(row)}", flush=True)
     table.add_row("router", *router_row(tokens, options.compile_only))
     Console(width=200).print(table)
 

@@ -78,8 +78,8 @@ def steps_of(bench: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[dict[
         step |= facts(point["nodes"], step_us, point["experts"])
         step["gap_us"] = round(max(0.0, point["seconds"] - point["device_seconds"]) * 1e6, 2)
         yield step, [*point["nodes"], sample(point, step["scale"])]
-    for point in bench["prefill"]:
-        where = f"{bench['engine']}: prefill of {point['prompts']} x {point['context']}"
+    for point in {p["context"]: p for p in sorted(bench["prefill"], key=lambda p: p["prompts"])}.values():
+        where = f"{bench['engine']}: prefill of {point['prompts']} x {point['context']} at once"
         if not point["nodes"]:
             print(f"{where}: left out, it has no nodes", file=sys.stderr)
             continue
@@ -87,7 +87,7 @@ def steps_of(bench: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[dict[
         if whole["tokens"] != point["context"]:
             print(f"{where}: left out, it takes several steps", file=sys.stderr)
             continue
-        scale = point["seconds"] * 1e6 / total_us(whole["nodes"])
+        scale = point["seconds_at_once"] * 1e6 / total_us(whole["nodes"])
         for held in point["nodes"]:
             step = {
                 "phase": "prefill",

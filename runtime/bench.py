@@ -13,6 +13,7 @@ import torch
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.bench_floor import RATES, Rates
 from dsc.runtime.bench_points import DecodePoint, Plan, PrefillPoint, decode_data, knee, prefill_data
+from dsc.runtime.bench_prefill import PrefillBench
 from dsc.runtime.bench_steps import Bench
 from dsc.runtime.doctor import driver_version
 from dsc.runtime.engine import Engine, load
@@ -64,7 +65,9 @@ def measure(engine: Engine, plan: Plan, name: str = "", rates: Rates | None = No
     """
     bench = Bench(engine, rates or RATES.get(engine.manifest.target))
     decode = [bench.decode(batch, context, plan) for context in plan.contexts for batch in plan.batches]
-    prefill = [bench.prefill(context, plan.nodes) for context in plan.contexts] if plan.prefill else []
+    prompts = PrefillBench(bench, plan.nodes)
+    points = [(batch, context) for context in plan.contexts for batch in plan.batches] if plan.prefill else []
+    prefill = [prompts.measure(batch, context) for batch, context in points]
     return {"engine": name, **to_data(engine, decode, prefill)}
 
 

@@ -78,15 +78,19 @@ class PrefillNodes:
 
 @dataclass(frozen=True)
 class PrefillPoint:
-    """Whole prompts from an empty cache: `prompts` of `context` tokens each, in chunks of the largest step.
+    """Whole prompts from an empty cache: `batch` of `context` tokens each, `prompts` at once in chunks of the largest step.
 
-    experts  distinct experts hit by the first chunk, by layer; independent and valid as for decode
-    nodes    of all prompts at once, and of one by itself
+    seconds          of the whole batch; the last prompt's logits are there then
+    seconds_at_once  of `prompts` prompts
+    experts          distinct experts hit by the first chunk, by layer; independent and valid as for decode
+    nodes            of all prompts at once, and of one by itself
     """
 
+    batch: int
     prompts: int
     context: int
     seconds: float
+    seconds_at_once: float
     floor: float | None
     experts: dict[str, float]
     independent: float
@@ -97,7 +101,7 @@ class PrefillPoint:
     @property
     def rate(self) -> float:
         """Tokens a second."""
-        return self.prompts * self.context / self.seconds
+        return self.batch * self.context / self.seconds
 
 
 def knee(points: Sequence[DecodePoint]) -> int | None:
@@ -127,10 +131,13 @@ def decode_data(point: DecodePoint) -> dict[str, Any]:
     return {**data, **derived}
 
 
+_SILENT_PREFILL = ("seconds", "seconds_at_once", "tokens_per_s", "floor_share", "nodes")
+
+
 def prefill_data(point: PrefillPoint) -> dict[str, Any]:
     """As `decode_data`."""
     data = {**asdict(point), "tokens_per_s": point.rate, "floor_share": _share(point.floor, point.seconds)}
-    return data if point.valid else {**data, **dict.fromkeys(("seconds", "tokens_per_s", "floor_share", "nodes"))}
+    return data if point.valid else {**data, **dict.fromkeys(_SILENT_PREFILL)}
 
 
 def _share(floor: float | None, seconds: float) -> float | None:

@@ -1,4 +1,4 @@
-"""The steps that `dsc bench` times, of one engine.
+"""The decode steps that `dsc bench` times, of one engine, and what those of prefill need as well.
 
 Every sequence has its own random tokens. For decode steps the cache holds random latents (N(0, 1), as norms leave them)
 instead of computed ones: filling it would take longer than all else, and no kernel's time depends on them.
@@ -29,7 +29,7 @@ from dsc.runtime.bench_layers import (
     launch_cost,
 )
 from dsc.runtime.bench_nodes import node_times, timed_layers
-from dsc.runtime.bench_points import DecodePoint, LayerTime, Plan, PrefillNodes, PrefillPoint
+from dsc.runtime.bench_points import DecodePoint, LayerTime, Plan
 from dsc.runtime.bench_routing import experts_hit, spreads
 from dsc.runtime.engine import Engine
 from dsc.runtime.errors import DscError
@@ -46,8 +46,8 @@ class Bench:
         self.engine, self.rates = engine, rates
         self.on_gpu = engine.backend.device.type == "cuda"
         limits, self._block_tokens = engine.manifest.limits, engine.manifest.kv_cache.block_tokens
-        self._builder = BatchBuilder(limits.batch_tokens, limits.sequences, self._block_tokens)
-        self._random = torch.Generator().manual_seed(0)
+        self.builder = BatchBuilder(limits.batch_tokens, limits.sequences, self._block_tokens)
+        self.random = torch.Generator().manual_seed(0)
         for cache in engine.cache.tensors.values():
             cache.view(getattr(torch, engine.manifest.kv_cache.dtype)).normal_()
 
@@ -55,7 +55,7 @@ class Bench:
 
     def decode(self, batch: int, context: int, plan: Plan) -> DecodePoint:
         """Measure one point; its blocks are given back."""
-        blocks = self._take(batch, context)
+        blocks = self.take(batch, context)
         try:
             with torch.inference_mode():
                 return self._decode(batch, context, blocks, plan)
@@ -84,7 +84,7 @@ class Bench:
             experts=hits,
             independent=independent,
             valid=spreads(hits, independent),
-            memory_bytes=self._memory(),
+            memory_bytes=self.memory(),
             device_seconds=statistics.median(busy[WARM_STEPS:]) if busy else timing.device,
             sample_seconds=timing.sample,
             layers=[self._layer(part, floors) for part in timing.layers],
@@ -124,8 +124,8 @@ class Bench:
 
     def _batch(self, context: int, blocks: list[list[int]]) -> Batch:
         """The last token of every sequence, another at random each time."""
-        tokens = torch.randint(self.engine.spec.vocab_size, (len(blocks),), generator=self._random).tolist()
-        return self._builder.build(
+        tokens = torch.randint(self.engine.spec.vocab_size, (len(blocks),), generator=self.random).tolist()
+        return self.builder.build(
             [Segment([token], context - 1, held) for token, held in zip(tokens, blocks, strict=True)]
         )
 
@@ -162,13 +162,13 @@ class Bench:
         sample_seconds = graph_seconds(sample.capture(sample.letters(sampling)), stream)
         return _Timing(
             layers=gpu_parts(calls, stream),
-            nodes=self._gpu_nodes(main, calls) if nodes else [],
+            nodes=self.gpu_nodes(main, calls) if nodes else [],
             device=main_seconds + sample_seconds,
             sample=sample_seconds,
             launch=launch_cost(calls, graph, stream),
         )
 
-    def _gpu_nodes(self, executor: Any, calls: Sequence[GpuCall]) -> list[Part]:
+    def gpu_nodes(self, executor: Any, calls: Sequence[GpuCall]) -> list[Part]:
         """Nodes of a few layers, in order: each reads what the one before it has left."""
         chosen = timed_layers(executor.program)
         return gpu_parts([call for call in calls if layer_of(call.node) in chosen], executor.shared.stream, str)
@@ -179,84 +179,9 @@ class Bench:
         moe = has_experts(program, part.name)
         return LayerTime(part.name, part.seconds, sum(own) if floors else None, part.launches, moe)
 
-    # -- prefill
-
-    def prefill(self, context: int, nodes: bool = False) -> PrefillPoint:
-        """Time prompts of `context` tokens: as many as fill the largest step, or one in several steps.
-
-        nodes  also by kinds of nodes, on GPUs
-        """
-        limits = self.engine.manifest.limits
-        prompts = max(1, min(limits.batch_tokens // context, limits.sequences, self._room(context)))
-        blocks = self._take(prompts, context)
-        try:
-            with torch.inference_mode():
-                times = [self._prefill(context, blocks) for _ in range(1 + 2)][1:]
-                hits = self._prefill_hits(context, blocks)
-                counts = sorted({prompts, 1}) if nodes and self.on_gpu else []
-                by_node = [self._prefill_nodes(context, blocks[:count], hits) for count in counts]
-        finally:
-            for held in blocks:
-                self.engine.cache.pool.give(held)
-        floor = None
-        if self.rates is not None:
-            program = self.engine.programs["main.prefill"].program
-            floor = sum(
-                f.seconds
-                for start, tokens in self._chunks(context)
-                for f in step_floor(program, StepFacts.prefill(prompts, start, tokens), self.rates)
-            )
-        spec, count = self.engine.spec, prompts * self._chunks(context)[0][1]
-        independent = independent_hits(spec.num_experts, spec.experts_per_token, count)
-        return PrefillPoint(
-            prompts=prompts,
-            context=context,
-            seconds=min(times),
-            floor=floor,
-            experts=hits,
-            independent=independent,
-            valid=spreads(hits, independent),
-            memory_bytes=self._memory(),
-            nodes=by_node,
-        )
-
-    def _chunks(self, context: int) -> list[tuple[int, int]]:
-        size = self.engine.manifest.limits.batch_tokens
-        return [(start, min(size, context - start)) for start in range(0, context, size)]
-
-    def _prefill(self, context: int, blocks: list[list[int]]) -> float:
-        tokens = torch.randint(self.engine.spec.vocab_size, (len(blocks), context), generator=self._random).tolist()
-        self._wait()
-        begin = time.perf_counter()
-        for start, count in self._chunks(context):
-            segments = [Segment(t[start : start + count], start, b) for t, b in zip(tokens, blocks, strict=True)]
-            self.engine.models["main"].run(self._builder.build(segments), "prefill")
-        self._wait()
-        return time.perf_counter() - begin
-
-    def _prefill_hits(self, context: int, blocks: list[list[int]]) -> dict[str, float]:
-        program = self.engine.programs["main.prefill"].program
-        inputs = self._first_chunk(context, blocks).inputs()
-        return experts_hit(self.engine.backend, program, self.engine.cache.tensors, [inputs])
-
-    def _prefill_nodes(self, context: int, blocks: list[list[int]], hits: Mapping[str, float]) -> PrefillNodes:
-        executor: Any = self.engine.programs["main.prefill"]
-        inputs = self._first_chunk(context, blocks).inputs()
-        executor.run(inputs)
-        self._wait()
-        parts = self._gpu_nodes(executor, executor.calls(executor.letters(inputs)))
-        tokens = self._chunks(context)[0][1]
-        facts = StepFacts.prefill(len(blocks), 0, tokens, hits)
-        return PrefillNodes(len(blocks), tokens, node_times(executor.program, facts, parts, self.rates))
-
-    def _first_chunk(self, context: int, blocks: list[list[int]]) -> Batch:
-        _, count = self._chunks(context)[0]
-        tokens = torch.randint(self.engine.spec.vocab_size, (len(blocks), count), generator=self._random).tolist()
-        return self._builder.build([Segment(t, 0, held) for t, held in zip(tokens, blocks, strict=True)])
-
     # -- memory
 
-    def _take(self, sequences: int, context: int) -> list[list[int]]:
+    def take(self, sequences: int, context: int) -> list[list[int]]:
         count = -(-context // self._block_tokens)
         taken = self.engine.cache.pool.take(sequences * count)
         if taken is None:
@@ -267,16 +192,16 @@ class Bench:
             )
         return [taken[i * count : (i + 1) * count] for i in range(sequences)]
 
-    def _room(self, context: int) -> int:
+    def room(self, context: int) -> int:
         return self.engine.cache.pool.num_free // -(-context // self._block_tokens)
 
-    def _memory(self) -> int:
+    def memory(self) -> int:
         if self.on_gpu:
             free, total = torch.cuda.mem_get_info(self.engine.backend.device)
             return total - free
         return self.engine.resident_weight_bytes() + self.engine.cache.nbytes
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize()
 

@@ -58,14 +58,14 @@ def decode_table(points: Sequence[Data]) -> Table:
 
 
 def prefill_table(points: Sequence[Data]) -> Table:
-    """One row a context."""
+    """One row a batch and context."""
     rows = [
-        (str(p["prompts"]), f"{p['context']:,}", _ms(p["seconds"]), _number(p["tokens_per_s"]), _ms(p["floor"]),
+        (str(p["batch"]), f"{p['context']:,}", str(p["prompts"]), _ms(p["seconds"]), _number(p["tokens_per_s"]), _ms(p["floor"]),
          _percent(p["floor_share"]), _hits(p), f"{p['memory_bytes'] / 1e9:.1f} GB")
         for p in points
     ]  # fmt: skip
-    columns = ("prompts", "tokens each", "ms", "tokens/s", "floor ms", "of floor", "experts hit", "memory")
-    return _table("prefill, as many prompts at once as fill the largest step", columns, rows)
+    columns = ("prompts", "tokens each", "at once", "ms", "tokens/s", "floor ms", "of floor", "experts hit", "memory")
+    return _table("prefill, all prompts; at once as many as fill the largest step", columns, rows)
 
 
 def layers_table(point: Data) -> Table:
@@ -91,8 +91,8 @@ def notes(data: Data) -> Iterable[str]:
 
 def prefill_notes(points: Sequence[Data]) -> Iterable[str]:
     """Sentences under the prefill table."""
-    for point in points:
-        yield from _routing(f"{point['prompts']} prompts of {point['context']:,}", point)
+    for point in {(p["prompts"], p["context"]): p for p in points}.values():
+        yield from _routing(f"{point['prompts']} prompts of {point['context']:,} at once", point)
 
 
 def _routing(where: str, point: Data) -> Iterable[str]:

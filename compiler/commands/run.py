@@ -88,7 +88,7 @@ def _read_prompt() -> str:
 @click.argument("engine", type=PATH)
 @click.option(
     "--batch",
-    help="Sequences of a decode step, as 1,16,64; prefill takes as many prompts at once as fill the largest step. Default: 1 to 256 as far as the engine goes.",
+    help="Sequences of a decode step and prompts of a prefill, as 1,16,64. Default: 1 to 256 as far as the engine goes.",
 )
 @click.option("--context", help="Tokens of each sequence, as 2048,4096. Default: 2048 to 8192 as far as it goes.")
 @click.option(

@@ -20,7 +20,8 @@ from dsc.plugins.linear import cublas, few_tokens, sm90_many_tokens
 from dsc.plugins.linear.few_tokens import Few
 from dsc.plugins.linear.sm90_many_tokens import Many
 from dsc.plugins.triton_activations import quantize
-from dsc.plugins.triton_weights import block_k, codes, decode_bytes, decode_nibbles, math_of, product
+from dsc.plugins.triton_dequantize import dequantize
+from dsc.plugins.triton_weights import block_k, codes, math_of, product
 from dsc.runtime.steps import Gemm, Kernel, Matrix, Step, Variant
 
 SMS = {80: 108, 90: 132, 100: 148}  # of the usual chip of an architecture: how often K is split aims at these
@@ -29,7 +30,6 @@ CLUSTERS = (1, 2, 4, 8)
 FIXED_STEPS = 6  # what a program costs before and after its loop, in steps of the loop
 # From so many tokens on, integer codes become bfloat16 once and cuBLAS multiplies; of small weights, so many values, sooner.
 DEQUANTIZE_TOKENS, DEQUANTIZE_TOKENS_SMALL, SMALL_VALUES = 1024, 257, 1 << 25
-DEQUANTIZE_BLOCK = 4096
 
 
 @triton.jit
@@ -105,24 +105,6 @@ def _tile(count, BM: tl.constexpr, TILES_N: tl.constexpr):
     height = tl.minimum(tl.cdiv(count, BM) - band * BAND, BAND)
     inner = tile % (BAND * TILES_N)
     return band * BAND + inner % height, inner // height
-
-
-@triton.jit
-def dequantize(w, w_scales, values, ROW: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """values[n, k] = bfloat16 of the weight; ROW stored bytes a row."""
-    n = tl.program_id(0).to(tl.int64)
-    byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = byte < ROW
-    data = tl.load(w + n * ROW + byte, inside, 0)
-    if KIND == "wint4":
-        low, high = decode_nibbles(data, "bf16")
-        scale = tl.load(w_scales + n * (2 * ROW // GROUP) + byte * 2 // GROUP, inside, 0.0).to(tl.float32)
-        low, high = (low.to(tl.float32) * scale).to(tl.bfloat16), (high.to(tl.float32) * scale).to(tl.bfloat16)
-        k = tl.program_id(1) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
-        tl.store(values + n * (2 * ROW) + k, tl.interleave(low, high), k < 2 * ROW)
-    else:
-        scale = tl.load(w_scales + n).to(tl.float32)
-        tl.store(values + n * ROW + byte, (decode_bytes(data, "fp32") * scale).to(tl.bfloat16), inside)
 
 
 @dataclass(frozen=True)
@@ -425,31 +407,12 @@ class _Job:
         steps: list[Step] = []
         weight = self.node.at(self.w)
         if self.format.kind != "bf16":
-            weight, step = self._dequantize()
-            steps.append(step)
+            weight = self.node.add_scratch(f"{self.w}.values", "bfloat16", (self.n, self.k))
+            steps.append(dequantize(self.node, self.w, self.n, self.k, weight))
         a = Matrix(self.x.pointer, "bfloat16", self.k)
         b = Matrix(weight.pointer, "bfloat16", self.k, transposed=True)
         c = Matrix(self.y.pointer, self.y.dtype, self.n)
         return [*steps, Gemm(a, b, c, m=self.count, n=self.n, k=self.k)]
-
-    def _dequantize(self) -> tuple[Typed, Kernel]:
-        values = self.node.add_scratch(f"{self.w}.values", "bfloat16", (self.n, self.k))
-        row = self.k // 2 if self.format.kind == "wint4" else self.k
-        step = self.node.triton(
-            dequantize,
-            (self.n, -(-row // DEQUANTIZE_BLOCK)),
-            {
-                "w": self.node.at(self.w),
-                "w_scales": self.node.at(f"{self.w}.scales"),
-                "values": values,
-                "ROW": row,
-                "KIND": self.format.kind,
-                "GROUP": self.format.group,
-                "BLOCK": DEQUANTIZE_BLOCK,
-            },
-            num_warps=8,
-        )
-        return values, step
 
 
 def lower(node: GpuNode) -> tuple[Variant, ...]:

@@ -8,6 +8,7 @@ from dsc.plugins.formats import Format
 from dsc.plugins.gpu_node import GpuNode, Typed
 from dsc.plugins.moe.triton_experts import moe_sum, split_planes
 from dsc.plugins.triton_activations import quantize
+from dsc.plugins.triton_dequantize import dequantize
 from dsc.runtime.steps import Kernel
 
 PLAN_THREADS = 512
@@ -91,6 +92,20 @@ class Work:
         width, planes = node.width("D"), node.add_scratch("x.planes", "bfloat16", ("T", node.width("D")))
         arguments = {"x": node.at("x"), "planes": planes, "K": width, "BLOCK": SUM_BLOCK, "PDL": node.arch.has_pdl}
         return node.triton(split_planes, ("T", -(-width // (2 * SUM_BLOCK))), arguments, num_warps=4, pdl=True), planes
+
+    def values(self, experts: Experts, name: str) -> Typed:
+        """Memory for a stack of experts in bfloat16: `gate`'s or, as large, down's; `up`'s."""
+        count = self.node.width("E") if experts.routed else 1
+        shape = (count * experts.width, self.node.width("D"))
+        return self.node.add_scratch(f"{experts.gate}.{name}.values", "bfloat16", shape)
+
+    def dequantize(self, experts: Experts, name: str, values: Typed) -> Kernel:
+        """The step that puts a stack of experts there."""
+        count = self.node.width("E") if experts.routed else 1
+        rows, width = self.node.width("D"), experts.width
+        if name != experts.down:
+            rows, width = width, rows
+        return dequantize(self.node, name, count * rows, width, values)
 
     def tokens(self, pairs: float) -> int:
         """Tokens of a step in which an expert has `pairs` on average."""

@@ -6,8 +6,10 @@ width goes through the Triton kernels. Every result is written once and added in
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dsc.plugins.formats import Format
 from dsc.plugins.gpu_node import GpuNode, Typed
 from dsc.plugins.moe.few_tokens import Few, Stream, few_steps, joins, streams
 from dsc.plugins.moe.gpu_work import Experts, Work, num_tiles
@@ -60,6 +62,8 @@ TILES: dict[str, tuple[Tile, ...]] = {
 }
 # Without wgmma (before and after Hopper) fewer rows, so that the sums stay in registers.
 TILES_ELSEWHERE = {**TILES, "wint4:128": (_SMALL, _MIDDLE, Tile(128, 64, True, 8, 3))}
+# From so many pairs an expert on, integer codes become bfloat16 once, where two of the stacks take no more memory than this.
+DEQUANTIZE_PAIRS, DEQUANTIZE_BYTES = {"wint4": 144, "wint8": 384}, 2 << 30
 
 
 def lower(node: GpuNode) -> tuple[Variant, ...]:
@@ -78,7 +82,37 @@ def lower(node: GpuNode) -> tuple[Variant, ...]:
         most = work.tokens(size / 2)
         if most > served:
             made.append(Variant(_many(work, size, most), f"T <= {most}"))
+    most = _most_codes(work)
+    if most and work.node.bounds.get("T", 0) > most:
+        return (*made, Variant(_many(work, _SIZES[-1], most), f"T <= {most}"), Variant(_dequantized(work)))
     return (*made, Variant(_many(work, _SIZES[-1], 0)))
+
+
+def _most_codes(work: Work) -> int:
+    """The most tokens whose products decode the routed experts' integer codes themselves; 0: any number."""
+    kinds = {format_.kind for format_ in work.formats(work.routed)}
+    values = work.node.width("E") * work.routed.width * work.node.width("D")
+    if not kinds <= DEQUANTIZE_PAIRS.keys() or work.node.at("x").dtype != "bfloat16" or 4 * values > DEQUANTIZE_BYTES:
+        return 0
+    return work.tokens(max(DEQUANTIZE_PAIRS[kind] for kind in kinds)) - 1
+
+
+def _dequantized(work: Work) -> tuple[Step, ...]:
+    """The shared expert, then the routed ones, each weight in bfloat16 before its product; down lies where gate was."""
+    steps: list[Step] = [work.plan(_SIZES[-1])]
+    for experts in (work.shared, work.routed):
+        if experts is None:
+            continue
+        if any(format_.kind not in DEQUANTIZE_PAIRS for format_ in work.formats(experts)):
+            beside = _Set.of(work, experts, _SIZES[-1])
+            steps += [*beside.before(), *beside.products()]
+            continue
+        first, second = (work.values(experts, name) for name in ("gate", "up"))
+        made = {experts.gate: first, experts.up: second, experts.down: first}
+        gate_up, down = _Set.of(work, experts, _SIZES[-1], made).products()
+        before = [work.dequantize(experts, name, made[name]) for name in (experts.gate, experts.up)]
+        steps += [*before, gate_up, work.dequantize(experts, experts.down, first), down]
+    return (*steps, work.sum())
 
 
 def _few(work: Work, case: Few, most: int) -> tuple[Step, ...]:
@@ -119,24 +153,31 @@ def _in_order(
 
 @dataclass(frozen=True)
 class _Set:
-    """A set of experts on its way through the Triton kernels."""
+    """A set of experts on its way through the Triton kernels.
+
+    formats   of gate and up, and of down, as the kernels read them
+    values    weights that were dequantized, by name
+    """
 
     work: Work
     experts: Experts
+    formats: tuple[Format, Format]
     math: tuple[str, str]
     tile: Tile
+    values: Mapping[str, Typed]
 
     @staticmethod
-    def of(work: Work, experts: Experts, size: int) -> _Set:
+    def of(work: Work, experts: Experts, size: int, values: Mapping[str, Typed] | None = None) -> _Set:
         dtype, arch = work.node.at("x").dtype, work.node.arch
-        gate, down = (math_of(each, dtype, arch) for each in work.formats(experts))
-        format_ = work.formats(experts)[0]
+        formats = (Format("bf16"), Format("bf16")) if values else work.formats(experts)
+        gate, down = (math_of(each, dtype, arch) for each in formats)
+        format_ = formats[0]
         decoded = {"wint4": str(format_), "fp8": "fp8 as bf16"}
         kind = decoded.get(format_.kind, gate) if gate == "bf16" else gate
-        rows = 128 if work.formats(experts)[1].kind == "fp8" else 0  # a group of down's codes is one program's
+        rows = 128 if formats[1].kind == "fp8" else 0  # a group of down's codes is one program's
         tiles = (TILES if arch.name == "sm_90a" else TILES_ELSEWHERE)[kind]
         tile = max((t for t in tiles if t.tokens <= size and t.rows >= rows), key=lambda t: t.tokens)
-        return _Set(work, experts, (gate, down), tile)
+        return _Set(work, experts, formats, (gate, down), tile, values or {})
 
     def before(self) -> tuple[Kernel, ...]:
         """What makes x ready."""
@@ -146,13 +187,12 @@ class _Set:
         """Gate and up, then down. late: the steps before each make nothing that it reads."""
         _, x, x_scales = self._x()
         h, h_scales = self._hidden()
-        down = self.work.formats(self.experts)[1]
         gate_up = self._gate_up(x, x_scales, h, h_scales, late)
-        return gate_up, self._down(codes(h, down, self.math[1]), h_scales, late)
+        return gate_up, self._down(codes(h, self.formats[1], self.math[1]), h_scales, late)
 
     def _x(self) -> tuple[tuple[Kernel, ...], Typed, Typed | None]:
         """Steps, what enters gate and up, and its scales."""
-        gate = self.work.formats(self.experts)[0]
+        gate = self.formats[0]
         if gate.kind == "fp8":
             step, x, x_scales = self.work.quantized(self.experts)
             return (step,), codes(x, gate, self.math[0]), x_scales
@@ -164,20 +204,20 @@ class _Set:
     @property
     def _planes(self) -> tuple[bool, bool]:
         """Whether what enters gate and up, and down, has its even columns first."""
-        gate, down = self.work.formats(self.experts)
+        gate, down = self.formats
         return gate.kind == "wint4" and self.math[0] == "bf16", down.kind == "wint4" and self.math[1] == "bf16"
 
     def _hidden(self) -> tuple[Typed, Typed | None]:
         """What enters down: e4m3 codes and their scales if down is fp8."""
         node, name, rows, width = self.work.node, self.experts.gate, self.experts.rows, self.experts.width
-        if self.work.formats(self.experts)[1].kind != "fp8":
+        if self.formats[1].kind != "fp8":
             return node.add_scratch(f"{name}.h", node.at("x").dtype, (rows, width)), None
         h = node.add_scratch(f"{name}.h", "float8_e4m3fn", (rows, width))
         scales = node.add_scratch(f"{name}.h.scales", "float32", (-(-width // 128), rows))
         return h if node.arch.has_fp8 else Typed(h.pointer, "uint8"), scales
 
-    def _common(self, name: str, columns: int, math: str, late: bool) -> dict[str, object]:
-        node, format_ = self.work.node, self.work.node.format(name)
+    def _common(self, format_: Format, columns: int, math: str, late: bool) -> dict[str, object]:
+        node = self.work.node
         routed = self.experts.routed
         free = self.tile.block_k and format_.kind in ("bf16", "wint8")
         return {
@@ -201,6 +241,8 @@ class _Set:
 
     def _weight(self, name: str, math: str) -> dict[str, object]:
         node = self.work.node
+        if name in self.values:
+            return {name: self.values[name], f"{name}_scales": None}
         return {name: codes(node.at(name), node.format(name), math), f"{name}_scales": node.maybe(f"{name}.scales")}
 
     def _grid(self, rows: int) -> tuple[str]:
@@ -214,8 +256,8 @@ class _Set:
         weights = self._weight(experts.gate, math) | self._weight(experts.up, math)
         arguments = {name.removeprefix("shared_"): value for name, value in weights.items()}
         arguments |= {"x": x, "x_scales": x_scales, "h": h, "h_scales": h_scales, "TOP_K": node.width("K")}
-        arguments |= {"UE8M0": node.format(experts.down).ue8m0, "X_PLANES": self._planes[0]}
-        arguments |= self._common(experts.gate, node.width("D"), math, late)
+        arguments |= {"UE8M0": self.formats[1].ue8m0, "X_PLANES": self._planes[0]}
+        arguments |= self._common(self.formats[0], node.width("D"), math, late)
         return self._launch(moe_gate_up, experts.width, arguments)
 
     def _down(self, h: Typed, h_scales: Typed | None, late: bool) -> Kernel:
@@ -223,7 +265,7 @@ class _Set:
         weights = self._weight(experts.down, math)
         arguments = {name.removeprefix("shared_"): value for name, value in weights.items()}
         arguments |= {"h": h, "h_scales": h_scales, "weights": node.at("weights"), "out": self.work.rows_of(experts)}
-        arguments |= self._common(experts.down, experts.width, math, late)
+        arguments |= self._common(self.formats[1], experts.width, math, late)
         return self._launch(moe_down, node.width("D"), arguments)
 
     def _launch(self, function: object, rows: int, arguments: dict[str, object]) -> Kernel:

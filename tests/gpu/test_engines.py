@@ -78,6 +78,36 @@ def test_a_deleted_engine_gives_its_memory_back(folder: Path) -> None:
     assert all(before - after < 40 << 20 for before, after in pairwise(free)), free
 
 
+def test_memory_is_what_was_planned(folder: Path) -> None:
+    """Weights, the largest arena, what lies outside it and the cache; the largest steps add cuBLAS's workspaces, and
+    repeated ones nothing."""
+    path = compile_tiny_gpu("tiny-r1-wint4", folder)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    engine = runtime.load(path, cache_tokens=16 * 512)
+    programs = [executor.program for executor in engine.programs.values()]
+    outside = sum(
+        o.bytes
+        for p in programs
+        for o in p.operands.values()
+        if o.role in ("input", "output", "zeroed") and not o.alias
+    )
+    weights = sum(file.stat().st_size for file in (path / "weights").iterdir())
+    planned = weights + max(p.arena_bytes for p in programs) + outside + engine.cache.nbytes
+    held = torch.cuda.memory_allocated() - before
+    shared = outside // 2  # programs of one step lie in each other's inputs and outputs
+    assert planned - shared <= held < planned + (1 << 20), (planned, held)
+    peaks = []
+    for start in (2, 3):
+        torch.cuda.reset_peak_memory_stats()
+        engine.generate(PROMPTS, max_tokens=24, seed=0)  # steps of 16 as CUDA graphs
+        longest = range(start, start + engine.manifest.limits.batch_tokens)  # one step of prefill
+        engine.generate([list(longest)], max_tokens=1, seed=0)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[0] < held + (80 << 20), (held, peaks)
+    assert peaks[1] <= peaks[0] + (1 << 20), peaks
+
+
 @pytest.mark.parametrize("name", ["fp8", "wint4"])
 def test_a_certificate_of_the_logits_on_the_gpu(name: str, folder: Path) -> None:
     """`dsc verify --device cuda`: the engine loaded there is no farther from the unquantized model than the CPU engine is.

@@ -55,7 +55,7 @@ def check(format_: str, shared: str, sizes: tuple[int, int, int], dtype: torch.d
             inputs[name] = weight.data
             if weight.scales is not None:
                 inputs[f"{name}.scales"] = weight.scales
-    op = GpuOp("Moe", inputs, attributes, bounds={"T": 1024})
+    op = GpuOp("Moe", inputs, attributes, bounds={"T": 4096})
     (want,) = reference(x=x, ids=ids, weights=routing, **weights)
     first = op()["y"].cpu()
     what = f"{format_} {shared} {sizes} T={tokens}"
@@ -73,6 +73,14 @@ def test_streamed_widths(format_: str, tokens: int) -> None:
 @pytest.mark.parametrize("format_", [f for f in FORMATS if f not in ("wint4:64", "wint4:128")])
 def test_odd_widths(format_: str, tokens: int) -> None:
     check(format_, "", ODD_FP8 if format_.startswith("fp8") else ODD, torch.bfloat16, tokens)
+
+
+@pytest.mark.parametrize(
+    ("format_", "shared"),
+    [("wint4:128", "wint4:64"), ("wint4:64", "fp8"), ("wint4:32", ""), ("wint8", "wint8"), ("wint8", "wint4:128")],
+)
+def test_integer_codes_of_many_tokens(format_: str, shared: str) -> None:
+    check(format_, shared, STREAMED, torch.bfloat16, 3100)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 129])

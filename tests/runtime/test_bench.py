@@ -18,7 +18,9 @@ from dsc.compiler.recipe import load_recipe
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.bench_floor import RATES, Rates, StepFacts, independent_hits, step_floor
 from dsc.runtime.bench_points import DecodePoint, PrefillPoint, decode_data, knee, prefill_data
+from dsc.runtime.bench_prefill import PrefillBench
 from dsc.runtime.bench_routing import exposing, router_outputs, spreads
+from dsc.runtime.bench_steps import Bench
 from dsc.runtime.bench_tables import notes, prefill_notes, show
 from dsc.runtime.engine import Engine
 from dsc.runtime.program import layer_of
@@ -167,15 +169,30 @@ def test_experts_hit_are_told_layer_by_layer():
 
 def test_a_prefill_that_is_withheld_says_so():
     point = PrefillPoint(
-        prompts=2, context=64, seconds=1.0, floor=0.5, experts={"layers.1.mlp.router": 8.0}, independent=16.0,
-        valid=False, memory_bytes=10,
+        batch=5, prompts=2, context=64, seconds=2.5, seconds_at_once=1.0, floor=0.5,
+        experts={"layers.1.mlp.router": 8.0}, independent=16.0, valid=False, memory_bytes=10,
     )  # fmt: skip
     data = prefill_data(point)
     assert (data["seconds"], data["tokens_per_s"], data["floor_share"]) == (None, None, None)
     assert list(prefill_notes([data])) == [
-        "2 prompts of 64: experts hit, layers.1: 8; by independent routing: 16.0",
-        "2 prompts of 64: no figures, since layers.1 hit under 90% of what independent routing does",
+        "2 prompts of 64 at once: experts hit, layers.1: 8; by independent routing: 16.0",
+        "2 prompts of 64 at once: no figures, since layers.1 hit under 90% of what independent routing does",
     ]
+
+
+def test_a_batch_of_prompts_goes_through_in_steps(engine: Engine):
+    """Twice what fills a step and three more prompts take two full steps and one of three."""
+    limits = engine.manifest.limits
+    at_once = min(limits.sequences, limits.batch_tokens // 32)
+    prompts = PrefillBench(Bench(engine, RATE), nodes=False)
+    whole, rest = prompts.measure(at_once, 32), prompts.measure(3, 32)
+    both = prompts.measure(2 * at_once + 3, 32)
+    assert (both.batch, both.prompts, rest.prompts) == (2 * at_once + 3, at_once, 3)
+    assert both.seconds_at_once == whole.seconds
+    assert both.seconds == pytest.approx(2 * whole.seconds + rest.seconds)
+    assert both.floor == pytest.approx(2 * whole.floor + rest.floor)
+    assert both.rate == pytest.approx((2 * at_once + 3) * 32 / both.seconds)
+    assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
 
 
 def test_layers_of_nodes():
@@ -205,13 +222,13 @@ def test_the_command(folder: Path, tmp_path: Path):
     )
     assert sum(node["count"] * node["seconds"] for node in nodes.values()) < 3 * first["seconds"]
     assert first["floor"] is None  # no measured rates of a CPU
+    assert [(p["batch"], p["context"], p["prompts"]) for p in data["prefill"]] == [(1, 128, 1), (4, 128, 4)]
     assert data["prefill"][0]["tokens_per_s"] > 0
     told = io.StringIO()
     show(data, Console(file=told))
     assert f"the cache holds {data['cache_tokens']:,} tokens\n" in told.getvalue()
     assert "batch 1, context 128: experts hit, layers.1 to layers.2: 2 x 4;" in told.getvalue()
-    prompts = data["prefill"][0]["prompts"]
-    assert f"{prompts} prompts of 128: experts hit, layers.1 to layers.2: 2 x 16;" in told.getvalue()
+    assert "4 prompts of 128 at once: experts hit, layers.1 to layers.2: 2 x 16;" in told.getvalue()
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
