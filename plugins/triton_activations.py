@@ -40,7 +40,9 @@ def quantize_rows(
     GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """codes[t] = x[t or rows[t]] / scale, scales[group, t] = max(amax, 1e-4) / 448, or the next power of two."""
+    """codes[t] = x[t or rows[t]] / scale, scales[group, t] = max(amax, 1e-4) / 448, or the next power of two; `count` of
+    them a group.
+    """
     t = tl.program_id(0)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     k = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -59,11 +61,22 @@ def quantize_rows(
 
 
 def quantize(
-    node: GpuNode, x: Typed, width: int, count: str, *, ue8m0: bool, rows: Typed | None = None, name: str = "x"
+    node: GpuNode,
+    x: Typed,
+    width: int,
+    count: str,
+    *,
+    ue8m0: bool,
+    rows: Typed | None = None,
+    name: str = "x",
+    multiple: int = 1,
 ) -> tuple[Kernel, Typed, Typed]:
     """A step that quantizes `count` rows of x [*, width] (those that `rows` names, if given), and where its results are:
     codes [count, width], uint8 where the architecture has no FP8, and scales [ceil(width/128), count].
+
+    multiple   of which a row of scales has some: behind those of `count` tokens are undefined ones; divides the bound
     """
+    assert node.bounds.get(count, 0) % multiple == 0, (node.name, count, multiple)
     groups = -(-width // GROUP)
     codes = node.add_scratch(f"{name}.codes", "float8_e4m3fn", (count, width))
     if not node.arch.has_fp8:
@@ -77,7 +90,7 @@ def quantize(
             "rows": rows,
             "codes": codes,
             "scales": scales,
-            "count": count,
+            "count": count if multiple == 1 else f"ceil_div({count},{multiple})*{multiple}",
             "K": width,
             "UE8M0": ue8m0,
             "NATIVE": node.arch.has_fp8,

@@ -1,12 +1,13 @@
-"""Products that go to cuBLAS: bfloat16, its rows gathered first where only some count."""
+"""What cuBLAS multiplies by: rows gathered first where only some count, codes of fp8 where cuBLASLt takes them."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from dsc.plugins.gpu_node import GpuNode, Typed
-from dsc.runtime.steps import Kernel
+from dsc.plugins.formats import Format
+from dsc.plugins.gpu_node import Arch, GpuNode, Typed
+from dsc.runtime.steps import Kernel, takes_scales
 
 GATHER_BLOCK = 2048
 
@@ -33,3 +34,8 @@ def gather(node: GpuNode, x: Typed, rows: Typed, count: str, width: int, name: s
         pdl=True,
     )
     return step, gathered
+
+
+def takes_codes(format_: Format, activations: str, shape: tuple[int, int], arch: Arch) -> bool:
+    """Whether cuBLASLt multiplies by an fp8 weight [N, K] as it is stored: scales of groups and blocks are Hopper's alone."""
+    return arch.name == "sm_90a" and format_.kind == "fp8" and activations == "bfloat16" and takes_scales(*shape)

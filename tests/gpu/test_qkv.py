@@ -25,6 +25,7 @@ def check(
     formats: tuple[str, str] = ("bf16", "bf16"),
     norms: str = "float32",
     arch: str = "sm_90a",
+    bound: int = 0,
 ) -> None:
     from support.gpu import GpuOp
 
@@ -55,7 +56,7 @@ def check(
     }
     inputs = {**operands, **{name: tensor for name, tensor in stored.items() if tensor is not None}}
     kinds = {"w_format": formats[0], "w_kv_format": "fp32" if joint else formats[1]}
-    op = GpuOp("Qkv", inputs, {**attributes, **kinds}, arch=arch)
+    op = GpuOp("Qkv", inputs, {**attributes, **kinds}, arch=arch, bounds={"T": bound})
     got = op()
     wanted = {**operands, "cache": operands["cache"].clone(), "q_norm": operands.get("q_norm")}
     *want, cache = reference(**wanted, w=w, w_kv=w_kv, **attributes)
@@ -77,6 +78,14 @@ def check(
 @pytest.mark.parametrize("tokens", [1, 3, 129])
 def test_every_format(tokens: int, format_: str) -> None:
     check(tokens, formats=(format_, format_), norms="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("joint", "formats"), [(1, ("fp8", "fp8")), (0, ("fp8", "fp8")), (0, ("fp8", "wint8"))], ids=str
+)
+@pytest.mark.parametrize("tokens", [65, 127, 129, 256, 1001])
+def test_many_tokens_of_fp8(tokens: int, joint: int, formats: tuple[str, str]) -> None:
+    check(tokens, joint=joint, formats=formats, bound=1004)
 
 
 @pytest.mark.parametrize("q_lora", [1536, 0])

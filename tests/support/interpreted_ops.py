@@ -152,6 +152,14 @@ def check_split(format_: str, dtype: torch.dtype) -> None:
     assert any(operand.role == "zeroed" for operand in node.program.operands.values()), format_
 
 
+def check_gathered() -> None:
+    """A head on so many rows that they are gathered for cuBLAS."""
+    draw = Draw(40, torch.bfloat16, "bf16", torch.Generator().manual_seed(2))
+    operands = {"hidden": draw.activations(40, 512), "logit_rows": draw.integers(0, 40, 66), "w": draw.weight(112, 512)}
+    node = compare_op(Case("LmHead", operands, {"logits": "linear"}, {}), torch.bfloat16, "bf16", 66)
+    assert "lmhead/w.gathered" in node.program.operands
+
+
 def compare_op(case: Case, dtype: torch.dtype, format_: str, tokens: int, damaged: bool = False) -> InterpretedOp:
     """Run a case interpreted, compare every output with the reference's; the node that ran."""
     want = case.bind("reference")()
@@ -173,6 +181,8 @@ def main(ops: Sequence[str], damaged: bool = False) -> None:
                 check(op, format_, dtype, tokens, damaged)
             if op == "Linear":
                 check_split(format_, dtype)
+            if op == "LmHead" and (format_, dtype) == ("bf16", torch.bfloat16):
+                check_gathered()
         print(f"{op}: {len(kinds)} kinds fit")
 
 
