@@ -198,6 +198,14 @@ def kernels_in(steps: Sequence[Step]) -> Iterator[Kernel]:
             yield from kernels_in(step.steps)
 
 
+def operands_in(steps: Sequence[Step]) -> Iterator[str]:
+    """Every operand that some steps touch, those inside repeats too; one may come several times."""
+    for step in steps:
+        yield from (pointer.operand for _, pointer in pointers_of(step))
+        if isinstance(step, Repeat):
+            yield from operands_in(step.steps)
+
+
 def sizes_of(step: Step) -> Iterator[tuple[str, Size]]:
     """Every size of a step by its field's name, pointers and arguments included; not of the steps inside a repeat."""
     if isinstance(step, Kernel):

@@ -201,7 +201,7 @@ def multiply(node: GpuNode, x: str, w: str, y: str, count: str = "T", rows: str 
     job = _Job.of(node, x, w, y, count, rows)
     plans = _needed(job.plans(), node.bounds.get(count, 0))
     parts, arrivals = job.scratch(plans)
-    before: dict[str, tuple[Step, _Job]] = {}
+    before: dict[str, tuple[tuple[Step, ...], _Job]] = {}
     variants = []
     for most, way in plans:
         steps: list[Step] = []
@@ -209,8 +209,8 @@ def multiply(node: GpuNode, x: str, w: str, y: str, count: str = "T", rows: str 
         if needed:
             if needed not in before:
                 before[needed] = getattr(job, needed)()
-            step, at = before[needed]
-            steps.append(step)
+            made, at = before[needed]
+            steps += made
         if isinstance(way, Tile):
             steps.append(at.tile(way, at.splits(most, way), parts, arrivals))
         elif isinstance(way, Few):
@@ -327,9 +327,11 @@ class _Job:
             return "quantize"
         return "gather" if isinstance(way, Gemm16) and self.rows is not None else ""
 
-    def quantize(self, multiple: int = 1) -> tuple[Step, _Job]:
-        """The step that quantizes the activations, and the job on their codes; rows of scales of a multiple of tokens."""
-        step, made, scales = quantize(
+    def quantize(self, multiple: int = 1) -> tuple[tuple[Step, ...], _Job]:
+        """Steps that quantize the activations, unless their norm did, and the job on their codes; rows of scales of a multiple
+        of tokens.
+        """
+        steps, made, scales = quantize(
             self.node,
             self.x,
             self.k,
@@ -339,22 +341,22 @@ class _Job:
             name=self.w,
             multiple=multiple,
         )
-        return step, replace(self, x=codes(made, self.format, self.math), x_scales=scales, rows=None)
+        return steps, replace(self, x=codes(made, self.format, self.math), x_scales=scales, rows=None)
 
-    def quantize_padded(self) -> tuple[Step, _Job]:
+    def quantize_padded(self) -> tuple[tuple[Step, ...], _Job]:
         """As `quantize`, with rows of scales as cuBLASLt takes them."""
         return self.quantize(SCALED_ROWS)
 
-    def permute(self) -> tuple[Step, _Job]:
+    def permute(self) -> tuple[tuple[Step, ...], _Job]:
         """The step that permutes the activations' columns, and the job on them."""
         step, x = sm90_many_tokens.permute(self.node, self.format, self.x, self.rows, self.count, self.k, self.w)
-        return step, replace(self, x=x, rows=None)
+        return (step,), replace(self, x=x, rows=None)
 
-    def gather(self) -> tuple[Step, _Job]:
+    def gather(self) -> tuple[tuple[Step, ...], _Job]:
         """The step that copies the rows of x that count, and the job on them."""
         assert self.rows is not None, self.w
         step, x = cublas.gather(self.node, self.x, self.rows, self.count, self.k, self.w)
-        return step, replace(self, x=x, rows=None)
+        return (step,), replace(self, x=x, rows=None)
 
     def splits(self, most: int, tile: Tile) -> int:
         """Into how many parts a tile's launch for at most so many tokens splits K."""

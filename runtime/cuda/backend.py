@@ -26,7 +26,7 @@ class CudaBackend:
     def __init__(
         self, folder: EngineFolder, device: str | None, gpu_memory: float | None = None, least_cache_bytes: int = 0
     ) -> None:
-        self.device = _find_device(folder, device)
+        self.device = find_device(folder, device)
         self._folder = folder
         torch.cuda.empty_cache()  # what an engine deleted before has left to torch is free too
         free, _ = torch.cuda.mem_get_info(self.device)
@@ -51,7 +51,7 @@ class CudaBackend:
         return max(1, *(program.arena_bytes for program in self._programs.values()))
 
     def _check_memory(self, weight_bytes: int, cache_bytes: int) -> None:
-        fixed = self._arena_bytes() + sum(_fixed_bytes(program) for program in self._programs.values())
+        fixed = self._arena_bytes() + sum(fixed_bytes(program) for program in self._programs.values())
         free, total = torch.cuda.mem_get_info(self.device)
         may_take = free - self._floor
         need = weight_bytes + fixed + cache_bytes + SPARE_BYTES
@@ -118,16 +118,20 @@ def check_cublas(programs: Mapping[str, Program], where: str) -> None:
         )
 
 
-def _fixed_bytes(program: Program) -> int:
+def fixed_bytes(program: Program) -> int:
+    """Device memory that a program has for itself, outside the arena: inputs, outputs, what its kernels leave zero."""
     return sum(o.bytes for o in program.operands.values() if o.role in ("input", "output", "zeroed") and not o.alias)
 
 
-def _find_device(folder: EngineFolder, device: str | None) -> torch.device:
+def find_device(folder: EngineFolder, device: str | None) -> torch.device:
     """The GPU asked for, if there is one that runs the engine's kernels."""
     target = folder.manifest.target
     if not torch.cuda.is_available():
         raise DscError(f"an engine for {target} needs a GPU", where=str(folder.path), got="no CUDA device")
-    found = torch.device(device or "cuda")
+    try:
+        found = torch.device(device or "cuda")
+    except RuntimeError as error:  # no name of a device
+        raise DscError("no such device", where=str(folder.path), wanted="cuda, or cuda:N", got=str(device)) from error
     if found.type != "cuda":
         raise DscError(f"an engine for {target} cannot run on {device}", where=str(folder.path), wanted="cuda")
     found = torch.device("cuda", found.index or 0)

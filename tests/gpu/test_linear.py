@@ -8,6 +8,7 @@ from support.random_weights import FORMATS, random_weight
 from support.tolerances import check_rows
 
 from dsc.plugins.linear.reference import reference
+from dsc.plugins.stored import norm_codes
 
 pytestmark = pytest.mark.gpu
 
@@ -77,6 +78,26 @@ def test_a_width_that_few_kernels_know(format_: str) -> None:
 def test_float32(format_: str, size: tuple[int, int]) -> None:
     if fits(format_, size[1]):
         check(format_, size, torch.float32, (1, 3, 17, 129))
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("format_", ["fp8", "fp8:ue8m0"])
+def test_codes_of_the_norm_stand_for_x(format_: str, size: tuple[int, int], arch: str) -> None:
+    """The same bits in every variant; x itself is not read."""
+    from support.gpu import GpuOp
+
+    w = random_weight(format_, size, torch.Generator().manual_seed(size[0]))
+    for dtype in (torch.bfloat16, torch.float32):
+        x = outliers(max(TOKENS), size[1]).to(dtype)
+        inputs = {"x": x, "w": w.data, "w.scales": w.scales}
+        codes, scales = norm_codes(x, format_)
+        plain = GpuOp("Linear", inputs, {"w_format": format_}, arch=arch)
+        given = GpuOp("Linear", {**inputs, "x_codes": codes, "x_scales": scales}, {"w_format": format_}, arch=arch)
+        for count in TOKENS:
+            some = {"x_codes": codes[:count], "x_scales": scales[:, :count].contiguous()}
+            got = given(x=torch.zeros_like(x[:count]), **some)["y"]
+            assert torch.equal(got, plain(x=x[:count])["y"]), f"{format_} {size} {dtype} T={count}"
 
 
 @pytest.mark.parametrize("format_", ["fp8", "wint8", "wint4:128", "wint4:32"])

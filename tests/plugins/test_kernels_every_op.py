@@ -54,6 +54,27 @@ def test_a_quantized_format(op: str, arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", QUANTIZED)
+@pytest.mark.parametrize("op", ["Linear", "Qkv", "Moe"])
+def test_codes_that_the_norm_made(op: str, arch: str) -> None:
+    """One kernel less than where x is quantized first."""
+    assert compiled(op, arch, "fp8:ue8m0") == compiled(op, arch, "fp8") - 1
+
+
+@pytest.mark.parametrize("arch", QUANTIZED)
+@pytest.mark.parametrize("width", [1000, 2048, 7168])
+@pytest.mark.parametrize("op", ["RmsNorm", "AddRmsNorm"])
+def test_norms_that_quantize(op: str, width: int, arch: str) -> None:
+    """In the norm's one launch."""
+    rows = torch.empty(3, width, dtype=torch.bfloat16, device="meta")
+    inputs = {"x": rows, "weight": rows[0]} | ({"residual": rows} if op == "AddRmsNorm" else {})
+    compiler = CubinCompiler(Arch(arch))
+    (program,) = lower_gpu([node_program(op, inputs, {"epsilon": 1e-6, "quantize": "fp8"}, BOUNDS)], compiler)
+    check_kernels([program], compiler, {})
+    (variant,) = program.nodes[0].variants
+    assert len(variant.steps) == len(compiler.built) == 1
+
+
+@pytest.mark.parametrize("arch", QUANTIZED)
 @pytest.mark.parametrize("op", CASES)
 def test_float32(op: str, arch: str) -> None:
     assert compiled(op, arch, "fp32", torch.float32) > 0

@@ -15,7 +15,7 @@ from dsc.plugins.lm_head.kernel import lower as lower_head
 from dsc.plugins.qkv.kernel import _both
 from dsc.plugins.schema import Type, load_op
 from dsc.runtime.expressions import evaluate, parse_guard
-from dsc.runtime.steps import Gemm, Kernel, Scalar, Variant
+from dsc.runtime.steps import Gemm, Kernel, Pointer, Scalar, Variant
 
 FORMATS = ("bf16", "fp8", "wint8", "wint4:128", "wint4:32")
 # The rarer groups go through the same sources.
@@ -35,12 +35,18 @@ def node_of(
     dtype: str = "bfloat16",
     bound: int = 0,
     shape: tuple[int, int] = (640, 7168),
+    codes: bool = False,
 ) -> GpuNode:
-    """A product with a weight of `shape`."""
+    """A product with a weight of `shape`; `codes`: a norm made those of x."""
     op = load_op(op_name)
     parts = parse_format(format_).parts(shape)
     x, count = ("x", "T") if op_name == "Linear" else ("hidden", "R")
     types = {x: Type(dtype, ("T", shape[1])), "w": Type(*parts["data"])}
+    if codes:
+        types |= {
+            "x_codes": Type("float8_e4m3fn", ("T", shape[1])),
+            "x_scales": Type("float32", (shape[1] // 128, "T")),
+        }
     if op_name == "LmHead":
         types["logit_rows"] = Type("int32", ("R",))
     if "scales" in parts:
@@ -143,6 +149,18 @@ def test_rows_of_scales_are_whole_fours(tokens: int):
     assert (gemm.a_scales, gemm.b_scales) == (node.at("linear/w.scales").pointer, node.at("w.scales").pointer)
     assert node.scratch["linear/w.codes"].shape == ("T", 7168)
     assert node.scratch["linear/w.scales"].shape == (56, "T")
+
+
+def test_codes_of_a_norm_go_to_cublas_as_they_are():
+    """Only their scales are copied, where the tokens are no whole fours."""
+    node = node_of("Linear", "fp8", "sm_90a", bound=1004, codes=True)
+    variants = variants_of(node)
+    assert [names_at(variants, T=t) for t in (64, 68, 65)] == [["linear"], ["gemm"], ["spread_scales", "gemm"]]
+    for tokens, scales in ((68, "x_scales"), (65, "linear/w.scales")):
+        gemm = variant_at(variants, T=tokens).steps[-1]
+        assert isinstance(gemm, Gemm)
+        assert (gemm.a.at, gemm.a_scales) == (Pointer("x_codes"), Pointer(scales))
+    assert "linear/w.codes" not in node.scratch
 
 
 @pytest.mark.parametrize(
