@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -33,7 +33,7 @@ class CudaBackend:
         self._floor = 0 if gpu_memory is None else max(0, free - round(gpu_memory))  # bytes that stay free
         manifest = folder.manifest
         self._programs = {name: folder.program(name) for name in manifest.graphs}
-        check_cublas(self._programs, str(folder.path))
+        check_cublas(self._programs.values(), str(folder.path))
         files = sorted({entry.file for entry in manifest.tensors.values()})
         self._check_memory(sum((folder.path / name).stat().st_size for name in files), least_cache_bytes)
         self.loaded = load_files(folder.path, files, self.device)
@@ -102,9 +102,9 @@ class CudaBackend:
         }
 
 
-def check_cublas(programs: Mapping[str, Program], where: str) -> None:
+def check_cublas(programs: Iterable[Program], where: str) -> None:
     """Raise DscError where a program has gemms with scales and torch's cuBLAS is older than those are."""
-    steps = (s for p in programs.values() for node in p.nodes for variant in node.variants for s in variant.steps)
+    steps = (s for p in programs for node in p.nodes for variant in node.variants for s in variant.steps)
     if not any(isinstance(step, Gemm) and step.a_scales is not None for step in steps):
         return
     version = torch.version.cuda or "none"

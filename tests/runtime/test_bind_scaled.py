@@ -61,9 +61,9 @@ def test_a_torch_with_an_older_cublas_is_refused(version: str | None, fits: bool
     """Before anything is loaded, not at the first long prompt. Other programs load with any."""
     monkeypatch.setattr(torch.version, "cuda", version)
     plain = replace(program(), nodes=())
-    check_cublas({"main": plain}, "x.engine")
+    check_cublas([plain], "x.engine")
     with nullcontext() if fits else pytest.raises(DscError, match=r"(?s)x\.engine.*12\.9 or later"):
-        check_cublas({"sample": plain, "main": program()}, "x.engine")
+        check_cublas([plain, program()], "x.engine")
 
 
 @pytest.mark.parametrize("tokens", [9, 10, 11, 12])
