@@ -13,6 +13,7 @@ from dsc.runtime.steps import Kernel
 
 GROUP = 128
 GROUPS_PER_PROGRAM = 8
+SPREAD_BLOCK = 1024
 
 
 @triton.jit
@@ -66,7 +67,7 @@ def quantize_rows(
     GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """codes[t], scales[group, t] of x[t or rows[t]]."""
+    """codes[t], scales[group, t] of x[t or rows[t]]; `count` scales a group."""
     t = tl.program_id(0)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     k = group[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -80,18 +81,44 @@ def quantize_rows(
     tl.store(scales + group.to(tl.int64) * count + t, scale, group * 128 < K)
 
 
+@triton.jit
+def spread_scales(scales, spread, count, pitch, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """spread[group, t] = scales[group, t], rows of `count` and of `pitch`."""
+    group = tl.program_id(0).to(tl.int64)
+    t = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    tl.store(spread + group * pitch + t, tl.load(scales + group * count + t, t < count), t < count)
+
+
 def quantize(
-    node: GpuNode, x: Typed, width: int, count: str, *, ue8m0: bool, rows: Typed | None = None, name: str = "x"
+    node: GpuNode,
+    x: Typed,
+    width: int,
+    count: str,
+    *,
+    ue8m0: bool,
+    rows: Typed | None = None,
+    name: str = "x",
+    multiple: int = 1,
 ) -> tuple[tuple[Kernel, ...], Typed, Typed]:
     """Steps that quantize `count` rows of x [*, width] (those that `rows` names, if given), and where their results are:
     codes [count, width], uint8 where the architecture has no FP8, and scales [ceil(width/128), count].
 
-    No step where the norm that made x did it.
+    Where the norm that made x did it, no step, or the one that spreads its scales.
+
+    multiple   of which a row of scales has some: behind those of `count` tokens are undefined ones; divides the bound
     """
+    assert node.bounds.get(count, 0) % multiple == 0, (node.name, count, multiple)
+    groups, pitch = -(-width // GROUP), count if multiple == 1 else f"ceil_div({count},{multiple})*{multiple}"
     if node.has("x_codes") and x == node.at("x"):
         assert rows is None, node.name
-        return (), codes_at(node, "x_codes"), node.at("x_scales")
-    groups = -(-width // GROUP)
+        codes, scales = codes_at(node, "x_codes"), node.at("x_scales")
+        if multiple == 1:
+            return (), codes, scales
+        spread = node.add_scratch(f"{name}.scales", "float32", (groups, count))
+        return (_spread(node, scales, spread, groups, count, pitch),), codes, spread
     node.add_scratch(f"{name}.codes", "float8_e4m3fn", (count, width))
     codes = codes_at(node, f"{node.name}/{name}.codes")
     scales = node.add_scratch(f"{name}.scales", "float32", (groups, count))
@@ -103,7 +130,7 @@ def quantize(
             "rows": rows,
             "codes": codes,
             "scales": scales,
-            "count": count,
+            "count": pitch,
             "K": width,
             "UE8M0": ue8m0,
             "NATIVE": node.arch.has_fp8,
@@ -113,6 +140,16 @@ def quantize(
         pdl=True,
     )
     return (step,), codes, scales
+
+
+def _spread(node: GpuNode, scales: Typed, spread: Typed, groups: int, count: str, pitch: str) -> Kernel:
+    arguments = {"scales": scales, "spread": spread, "count": count, "pitch": pitch}
+    return node.triton(
+        spread_scales,
+        (groups, f"ceil_div({count},{SPREAD_BLOCK})"),
+        {**arguments, "BLOCK": SPREAD_BLOCK, "PDL": node.arch.has_pdl},
+        pdl=True,
+    )
 
 
 def codes_at(node: GpuNode, name: str) -> Typed:

@@ -9,7 +9,7 @@ import torch
 from dsc.compiler.certify.runners import RunSegment, Values
 from dsc.compiler.certify.segments import cut
 from dsc.runtime.artifact import EngineFolder
-from dsc.runtime.cuda.backend import SPARE_BYTES, fixed_bytes
+from dsc.runtime.cuda.backend import SPARE_BYTES, check_cublas, fixed_bytes
 from dsc.runtime.cuda.executor import CudaExecutor, CudaShared
 from dsc.runtime.cuda.load import load_tensors
 from dsc.runtime.errors import DscError
@@ -21,6 +21,7 @@ class GpuSegments:
 
     def __init__(self, folder: EngineFolder, device: torch.device, programs: Sequence[Program]) -> None:
         self._folder = folder
+        check_cublas(programs, str(folder.path))
         torch.cuda.empty_cache()  # what others have left to torch is free too
         arena_bytes = max(1, *(program.arena_bytes for program in programs))
         self._check_memory(device, arena_bytes, [part.program for program in programs for part in cut(program)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -14,8 +14,10 @@ from dsc.runtime.cuda.executor import CudaExecutor, CudaShared
 from dsc.runtime.cuda.load import load_files
 from dsc.runtime.errors import DscError
 from dsc.runtime.program import Program
+from dsc.runtime.steps import Gemm
 
 SPARE_BYTES = 1 << 30  # left to the driver, CUDA graphs and cuBLAS
+SCALED_CUDA = (12, 9)  # the first whose cuBLAS multiplies e4m3 by scales of groups and blocks
 
 
 class CudaBackend:
@@ -31,6 +33,7 @@ class CudaBackend:
         self._floor = 0 if gpu_memory is None else max(0, free - round(gpu_memory))  # bytes that stay free
         manifest = folder.manifest
         self._programs = {name: folder.program(name) for name in manifest.graphs}
+        check_cublas(self._programs.values(), str(folder.path))
         files = sorted({entry.file for entry in manifest.tensors.values()})
         self._check_memory(sum((folder.path / name).stat().st_size for name in files), least_cache_bytes)
         self.loaded = load_files(folder.path, files, self.device)
@@ -97,6 +100,22 @@ class CudaBackend:
             "gb_per_s": round(self.loaded.gb_per_s, 2),
             "load_seconds": round(self.loaded.seconds, 2),
         }
+
+
+def check_cublas(programs: Iterable[Program], where: str) -> None:
+    """Raise DscError where a program has gemms with scales and torch's cuBLAS is older than those are."""
+    steps = (s for p in programs for node in p.nodes for variant in node.variants for s in variant.steps)
+    if not any(isinstance(step, Gemm) and step.a_scales is not None for step in steps):
+        return
+    version = torch.version.cuda or "none"
+    if [int(part) for part in version.split(".") if part.isdigit()] < [*SCALED_CUDA]:
+        raise DscError(
+            "the engine multiplies FP8 by cuBLAS, which this torch has an older one of",
+            where=where,
+            wanted=f"torch for CUDA {SCALED_CUDA[0]}.{SCALED_CUDA[1]} or later",
+            got=f"torch {torch.__version__}, CUDA {version}",
+            try_="a torch that is built for it",
+        )
 
 
 def fixed_bytes(program: Program) -> int:

@@ -27,6 +27,7 @@ def check(
     norms: str = "float32",
     codes: bool = False,
     arch: str = "sm_90a",
+    bound: int = 0,
 ) -> None:
     from support.gpu import GpuOp
 
@@ -60,7 +61,7 @@ def check(
     }
     inputs = {**operands, **{name: tensor for name, tensor in stored.items() if tensor is not None}}
     kinds = {"w_format": formats[0], "w_kv_format": "fp32" if joint else formats[1]}
-    op = GpuOp("Qkv", inputs, {**attributes, **kinds}, arch=arch)
+    op = GpuOp("Qkv", inputs, {**attributes, **kinds}, arch=arch, bounds={"T": bound})
     got = op()
     wanted = {**operands, "cache": operands["cache"].clone(), "q_norm": operands.get("q_norm")}
     *want, cache = reference(**wanted, w=w, w_kv=w_kv, **attributes)
@@ -82,6 +83,15 @@ def check(
 @pytest.mark.parametrize("tokens", [1, 3, 129])
 def test_every_format(tokens: int, format_: str) -> None:
     check(tokens, formats=(format_, format_), norms="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("joint", "formats"), [(1, ("fp8", "fp8")), (0, ("fp8", "fp8")), (0, ("fp8", "wint8"))], ids=str
+)
+@pytest.mark.parametrize("tokens", [65, 127, 129, 256, 1001])
+def test_many_tokens_of_fp8(tokens: int, joint: int, formats: tuple[str, str]) -> None:
+    for codes in (False, True) if set(formats) == {"fp8"} else (False,):
+        check(tokens, joint=joint, formats=formats, codes=codes, bound=1004)
 
 
 @pytest.mark.parametrize("format_", ["fp8", "fp8:ue8m0"])

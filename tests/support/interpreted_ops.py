@@ -154,6 +154,14 @@ def check_split(format_: str, dtype: torch.dtype) -> None:
     assert any(operand.role == "zeroed" for operand in node.program.operands.values()), format_
 
 
+def check_gathered() -> None:
+    """A head on so many rows that they are gathered for cuBLAS."""
+    draw = Draw(40, torch.bfloat16, "bf16", torch.Generator().manual_seed(2))
+    operands = {"hidden": draw.activations(40, 512), "logit_rows": draw.integers(0, 40, 66), "w": draw.weight(112, 512)}
+    node = compare_op(Case("LmHead", operands, {"logits": "linear"}, {}), torch.bfloat16, "bf16", 66)
+    assert "lmhead/w.gathered" in node.program.operands
+
+
 def check_codes(op: str, quantize: str, dtype: torch.dtype, tokens: int, width: int) -> None:
     """A norm's codes and scales are those of the y that it made, bit for bit; the last row's are mostly below 2^-6."""
     draw = Draw(tokens, dtype, "bf16", torch.Generator().manual_seed(width))
@@ -192,6 +200,8 @@ def main(ops: Sequence[str], damaged: bool = False) -> None:
                 check(op, format_, dtype, tokens, damaged)
             if op == "Linear":
                 check_split(format_, dtype)
+            if op == "LmHead" and (format_, dtype) == ("bf16", torch.bfloat16):
+                check_gathered()
         for quantize in QUANTIZE if op.endswith("RmsNorm") else ():
             for dtype in (torch.bfloat16, torch.float32):
                 for tokens, width in ((1, 7168), (3, 2048), (33, 200), (3, 96)):
