@@ -28,10 +28,10 @@ SMS = {80: 108, 90: 132, 100: 148}  # of the usual chip of an architecture: how 
 SPLIT_TOKENS = 256  # more of them fill the chip without splits
 CLUSTERS = (1, 2, 4, 8)
 FIXED_STEPS = 6  # what a program costs before and after its loop, in steps of the loop
-# From so many tokens on, integer codes become bfloat16 once and cuBLAS multiplies; of small weights, so many values, sooner.
+# From so many tokens on, integer codes become bfloat16 once and cuBLAS multiplies; of small weights (values) sooner.
 DEQUANTIZE_TOKENS, DEQUANTIZE_TOKENS_SMALL, SMALL_VALUES = 1024, 257, 1 << 25
 DEQUANTIZE_TOKENS_ODD = 65  # of 4-bit weights that sm90_many_tokens.cu does not know, on Hopper
-GEMM8_TOKENS = 65  # from so many on, fp8 goes to cuBLASLt
+GEMM8_TOKENS, GEMM8_TOKENS_SMALL = 65, 257  # from so many on, fp8 goes to cuBLASLt
 GATHER_ROWS = 65  # from so many on, rows are gathered for cuBLAS
 
 
@@ -306,11 +306,12 @@ class _Job:
     def _with_gemm8(self, plans: list[Plan]) -> list[Plan]:
         if not cublas.takes_codes(self.format, self.x.dtype, (self.n, self.k), self.node.arch):
             return plans
-        few = _upto(plans, GEMM8_TOKENS - 1)
+        begin = GEMM8_TOKENS_SMALL if self.n * self.k < SMALL_VALUES else GEMM8_TOKENS
+        few = _upto(plans, begin - 1)
         bound = self.node.bounds.get(self.count, 0)
         if bound and bound % SCALED_ROWS == 0:  # then there is room behind any number of rows
             return [*few, (0, Gemm8()), (0, Gemm8(padded=True))]
-        return [*few, (0, Gemm8()), *(plan for plan in plans if not 0 < plan[0] < GEMM8_TOKENS)]
+        return [*few, (0, Gemm8()), *(plan for plan in plans if not 0 < plan[0] < begin)]
 
     def _dequantize_from(self, many: bool) -> int:
         if self.format.kind == "wint4" and self.node.arch.name == "sm_90a" and not many:

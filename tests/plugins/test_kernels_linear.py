@@ -131,12 +131,14 @@ def test_many_tokens_of_fp8_go_to_cublas():
     """Any number of them: rows are filled up to fours where there is room behind the last, else Triton takes the odd ones."""
     few, many = ["quantize_rows", "linear"], ["quantize_rows", "gemm"]
     variants = variants_of(node_of("Linear", "fp8", "sm_90a", bound=1024))
-    assert [names_at(variants, T=t) for t in (1, 64, 65, 68, 1001, 1024)] == [few, few, many, many, many, many]
+    assert [names_at(variants, T=t) for t in (1, 256, 257, 260, 1001, 1024)] == [few, few, many, many, many, many]
     variants = variants_of(node_of("Linear", "fp8", "sm_90a", bound=1022))
-    assert [names_at(variants, T=t) for t in (64, 65, 68, 1001, 1020, 1022)] == [few, few, many, few, many, few]
+    assert [names_at(variants, T=t) for t in (256, 257, 260, 1001, 1020, 1022)] == [few, few, many, few, many, few]
+    variants = variants_of(node_of("Linear", "fp8", "sm_90a", bound=1024, shape=(7168, 16384)))  # large: sooner
+    assert [names_at(variants, T=t) for t in (64, 65, 68)] == [few, many, many]
 
 
-@pytest.mark.parametrize("tokens", [65, 66, 68, 1001])
+@pytest.mark.parametrize("tokens", [257, 258, 260, 1001])
 def test_rows_of_scales_are_whole_fours(tokens: int):
     node = node_of("Linear", "fp8", "sm_90a", bound=1004)
     quantized, gemm = variant_at(variants_of(node), T=tokens).steps
@@ -155,8 +157,8 @@ def test_codes_of_a_norm_go_to_cublas_as_they_are():
     """Only their scales are copied, where the tokens are no whole fours."""
     node = node_of("Linear", "fp8", "sm_90a", bound=1004, codes=True)
     variants = variants_of(node)
-    assert [names_at(variants, T=t) for t in (64, 68, 65)] == [["linear"], ["gemm"], ["spread_scales", "gemm"]]
-    for tokens, scales in ((68, "x_scales"), (65, "linear/w.scales")):
+    assert [names_at(variants, T=t) for t in (256, 260, 257)] == [["linear"], ["gemm"], ["spread_scales", "gemm"]]
+    for tokens, scales in ((260, "x_scales"), (257, "linear/w.scales")):
         gemm = variant_at(variants, T=tokens).steps[-1]
         assert isinstance(gemm, Gemm)
         assert (gemm.a.at, gemm.a_scales) == (Pointer("x_codes"), Pointer(scales))
