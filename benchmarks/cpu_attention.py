@@ -85,7 +85,7 @@ def measure(heads: int, dtype: torch.dtype, mode: str, sequences: int, queries: 
     layer = best_us(lambda: run(step, q, positions, starts, lengths, table.int(), cache))
     turns = rotation(tables["cos"], tables["sin"], positions)
     plan = best_us(lambda: make_plan(starts, lengths, table.int(), turns, BLOCK, heads * width, width))
-    return [best_us(lambda: run_front(step, x, positions, slots.int(), cache)), layer, plan]
+    return [best_us(lambda: run_front(step, x, positions, slots.int(), cache, None, None)), layer, plan]
 
 
 def main() -> None:

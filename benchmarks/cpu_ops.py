@@ -112,7 +112,7 @@ def moe_node(
     run = moe.bind(CpuNode("moe", "Moe", {}, {"x": Type("bfloat16", ("T", hidden))}, weights))
     weights_TK, ids_TK = torch.rand(tokens, experts).topk(chosen)
     x, ids, step = torch.randn(tokens, hidden).to(BF16), ids_TK.int(), StepMemo()
-    return lambda: run(step, x, ids, weights_TK)
+    return lambda: run(step, x, ids, weights_TK, None, None)
 
 
 def router_node(tokens: int, experts: int = 16, hidden: int = 256) -> Timed:

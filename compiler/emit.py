@@ -30,11 +30,11 @@ SYNC_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Emission:
-    """What was written: places and hashes of tensors by name, hashes of files by path in the engine, a record per weight."""
+    """What was written: places and sha256 of tensors by name, parts_sha256 of files by path in the engine, a record per weight."""
 
     placements: dict[str, Placement]
     tensor_sha256: dict[str, str]
-    file_sha256: dict[str, str]
+    parts_sha256: dict[str, str]
     weights: tuple[WeightRecord, ...]
 
 
@@ -95,8 +95,8 @@ def emit(
                     release(source.name)
 
         work_through(todo, work, threads)
-        tensor_sha256, file_sha256 = files.finish(threads)
-    return Emission(plan.placements, tensor_sha256, file_sha256, _records(plan, journal.jobs))
+        tensor_sha256, parts_sha256 = files.finish(threads)
+    return Emission(plan.placements, tensor_sha256, parts_sha256, _records(plan, journal.jobs))
 
 
 def remaining_bytes(plan: EmissionPlan, journal: Journal) -> int:

@@ -87,7 +87,7 @@ def write_engine(folder: Path, contents: EngineContents, target: Target) -> Mani
         (folder / _graph_files(program.name)[1]).write_bytes(codec.dump_json(program.to_json()))
     _copy_tokenizer(folder / "tokenizer", contents.checkpoint)
     (folder / REPORT).write_bytes(codec.dump_json(make_report(contents, lowered)))
-    manifest = _manifest(contents, graphs, _file_entries(folder, contents.emission.file_sha256))
+    manifest = _manifest(contents, graphs, _file_entries(folder, contents.emission.parts_sha256))
     _write_synced(folder / NAME, codec.dump_json(manifest.to_json()))
     return manifest
 
@@ -143,13 +143,17 @@ def _copy_tokenizer(folder: Path, checkpoint: Path) -> None:
             shutil.copyfile(checkpoint / name, folder / name)
 
 
-def _file_entries(folder: Path, known: Mapping[str, str]) -> dict[str, FileEntry]:
+def _file_entries(folder: Path, parts_sha256: Mapping[str, str]) -> dict[str, FileEntry]:
     """Size and hash of every file of the folder but the manifest and the journal, synced to the disk on the way."""
     entries = {}
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         path = file.relative_to(folder).as_posix()
         if path not in (NAME, JOURNAL):
-            entries[path] = FileEntry(file.stat().st_size, known.get(path) or _sha256(file))
+            size = file.stat().st_size
+            if path in parts_sha256:
+                entries[path] = FileEntry(size, parts_sha256=parts_sha256[path])
+            else:
+                entries[path] = FileEntry(size, _sha256(file))
             sync(file)
     return entries
 

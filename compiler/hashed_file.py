@@ -1,4 +1,4 @@
-"""A file that is hashed while it is written: its own sha256 and those of the tensors in it follow behind the writers."""
+"""A file that is hashed while it is written: the sha256 of its tensors, and its own by them, follow behind the writers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from dsc.compiler.safetensors_layout import FileLayout, Slot
 
-_READ_BYTES = 1 << 19  # at a time: what is hashed twice stays in the cache in between
+_READ_BYTES = 1 << 19  # read back at a time
 
 
 class HashedFile:
@@ -21,20 +21,23 @@ class HashedFile:
 
     What was just written is hashed where it is; what was written early waits its turn and is read back.
     What lies in the file from an earlier build stays, and is told by `done`.
+
+    tensors       sha256 of each, once it is complete
+    parts_sha256  of the whole file (dsc.runtime.manifest.FileEntry), "" until it is complete: no byte is hashed twice
     """
 
     def __init__(self, path: Path, layout: FileLayout) -> None:
         self.layout = layout
-        self.sha256 = ""
+        self.parts_sha256 = ""
         self.tensors: dict[str, str] = {}
         self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._whole, self._hashed = hashlib.sha256(), 0
+        self._parts, self._hashed = hashlib.sha256(), 0
         self._written: dict[int, int] = {}  # ranges behind `_limit`: first byte -> one past the last
         self._limit = 0  # everything before it is written
         self._lock, self._hashing = threading.Lock(), threading.Lock()
         self._spans = _spans(layout)
         self._span = next(self._spans)
-        self._part = hashlib.sha256()
+        self._tensor = hashlib.sha256()
         os.ftruncate(self._handle, layout.nbytes)
         write_all(self._handle, memoryview(layout.header), 0)
         self.done(0, len(layout.header))
@@ -68,8 +71,8 @@ class HashedFile:
                 read_back = partial(self._read_back, memoryview(bytearray(min(_READ_BYTES, self.layout.nbytes))))
                 while (limit := self._limit) > self._hashed:
                     self._hash_to(limit, read_back)
-            if self._hashed == self.layout.nbytes and not self.sha256:
-                self.sha256 = self._whole.hexdigest()
+            if self._hashed == self.layout.nbytes and not self.parts_sha256:
+                self.parts_sha256 = self._parts.hexdigest()
                 return True
             return False
         finally:
@@ -96,15 +99,13 @@ class HashedFile:
         while self._hashed < limit:
             end, slot = self._span
             last = min(limit, end, self._hashed + _READ_BYTES)
-            piece = bytes_of(self._hashed, last)
-            self._whole.update(piece)
-            if slot:
-                self._part.update(piece)
+            (self._tensor if slot else self._parts).update(bytes_of(self._hashed, last))
             self._hashed = last
             if self._hashed == end:
                 if slot:
-                    self.tensors[slot.name] = self._part.hexdigest()
-                self._span, self._part = next(self._spans, (end, None)), hashlib.sha256()
+                    self._parts.update(self._tensor.digest())
+                    self.tensors[slot.name] = self._tensor.hexdigest()
+                self._span, self._tensor = next(self._spans, (end, None)), hashlib.sha256()
 
 
 def _spans(layout: FileLayout) -> Iterator[tuple[int, Slot | None]]:

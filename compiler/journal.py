@@ -19,7 +19,7 @@ from typing import Any
 from dsc.compiler.quantize import Errors
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-FORMAT = 2
+FORMAT = 3
 UNREADABLE = "the journal, which is damaged or of another version of dsc"
 _ERROR_TYPES = {name: type(value) for name, value in asdict(Errors()).items()}
 
@@ -28,7 +28,7 @@ class Journal:
     """Jobs and files that are done. Without a path nothing is kept; from any thread.
 
     jobs     number in the plan -> what rounding cost
-    files    finished file -> its sha256 and those of its tensors
+    files    finished file -> its parts_sha256 and the sha256 of its tensors
     differs  what has changed since an earlier build that was cut short, whose work is of no use then; sorted
     """
 
@@ -60,11 +60,11 @@ class Journal:
             changed = {key: value for key, value in asdict(errors).items() if value}
             self._append({"job": number, **({"errors": changed} if changed else {})})
 
-    def add_file(self, location: str, sha256: str, tensors: dict[str, str]) -> None:
+    def add_file(self, location: str, parts_sha256: str, tensors: dict[str, str]) -> None:
         """A file is written and hashed."""
         with self._lock:
-            self.files[location] = (sha256, tensors)
-            self._append({"file": location, "sha256": sha256, "tensors": tensors})
+            self.files[location] = (parts_sha256, tensors)
+            self._append({"file": location, "parts_sha256": parts_sha256, "tensors": tensors})
 
     def forget(self, locations: Iterable[str], numbers: Iterable[int]) -> None:
         """Files and jobs that will be done again."""
@@ -115,7 +115,7 @@ class Journal:
             if "job" in entry:
                 self.jobs[entry["job"]] = Errors(**entry.get("errors", {}))
             elif "file" in entry:
-                self.files[entry["file"]] = (entry["sha256"], entry["tensors"])
+                self.files[entry["file"]] = (entry["parts_sha256"], entry["tensors"])
         self._lines = len(entries)
 
     @property

@@ -47,7 +47,7 @@ def plugin_lines() -> list[str]:
     for folder in plugin_folders():
         op = _op_of_folder(folder)
         inputs = ", ".join(t.name + ("?" if t.optional else "") for t in op.inputs)
-        lines.append(f"{op.name}({inputs}) -> {', '.join(t.name for t in op.outputs)}")
+        lines.append(f"{op.name}({inputs}) -> {', '.join(t.name + ('?' if t.when else '') for t in op.outputs)}")
     return lines
 
 
@@ -60,13 +60,15 @@ def plugin_manual(name: str) -> str:
     op = _op_of_folder(folder_of(name))
     lines = [op.name, ""]
     lines += ["inputs", *(_operand(t) for t in op.inputs), "outputs", *(_operand(t) for t in op.outputs)]
-    if op.attributes:
+    if op.attributes or op.optional:
         lines += ["attributes", *(f"  {name}: {type_.__name__}" for name, type_ in op.attribute_types().items())]
+        lines += [f"  {name}: {' or '.join(values)}, optional" for name, values in op.optional.items()]
     return "\n".join([*lines, "", op.doc]).rstrip()
 
 
 def _operand(tensor: Tensor) -> str:
     kind = "weight in any format" if isinstance(tensor, Weight) else tensor.like and f"as {tensor.like}"
     kind = kind or " or ".join(tensor.dtypes)
-    notes = [kind, "optional" if tensor.optional else "", f"is {tensor.alias}" if tensor.alias else ""]
+    when = f"with {tensor.when}" if tensor.when else ""
+    notes = [kind, "optional" if tensor.optional else when, f"is {tensor.alias}" if tensor.alias else ""]
     return f"  {tensor.name:<18} [{', '.join(tensor.dims.split())}]  {', '.join(n for n in notes if n)}"

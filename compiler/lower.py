@@ -66,7 +66,7 @@ def _aliases(graph: Graph) -> dict[str, str]:
     found = {}
     for node in graph.gs.nodes:
         schema = schema_of(node)
-        for operand, tensor in zip(schema.outputs, node.outputs, strict=True):
+        for operand, tensor in zip(schema.outputs_of(node.attrs), node.outputs, strict=True):
             if operand.alias:
                 found[tensor.name] = node.inputs[schema.slot(operand.alias)].name
     return found

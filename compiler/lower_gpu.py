@@ -99,7 +99,9 @@ def _gpu_node(program: Program, node: ProgramNode, compiler: CubinCompiler) -> G
         attributes=node.attributes,
         dims=bound,
         inputs={slot: name for slot, name in zip(slots, node.inputs, strict=False) if name},
-        outputs={operand.name: name for operand, name in zip(op.outputs, node.outputs, strict=True)},
+        outputs={
+            operand.name: name for operand, name in zip(op.outputs_of(node.attributes), node.outputs, strict=True)
+        },
         types=types,
         arch=compiler.arch,
         compiler=compiler,

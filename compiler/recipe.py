@@ -320,6 +320,11 @@ def _check_together(recipe: Recipe, faults: list[DscError]) -> None:
     names = [entry.name for entry in recipe.passes]
     if recipe.mtp.weights and "quantize_weights" not in names:
         fault("mtp.weights names formats, and no pass stores weights in them", "quantize_weights in passes", "none")
+    if "quantize_norms" in names and "quantize_weights" not in names[: names.index("quantize_norms")]:
+        got = ", ".join(names)
+        fault(
+            "quantize_norms goes by the formats of weights, which are not chosen yet", "quantize_weights before it", got
+        )
     for name in sorted({n for n in names if names.count(n) > 1}):
         lines = ", ".join(str(e.line) for e in recipe.passes if e.name == name)
         fault(f"pass {name} is listed twice", "each pass once", f"lines {lines}")

@@ -18,9 +18,9 @@ from dsc.compiler.round_integers import (
     SMALLEST_SCALE,
     SUMMED_COLUMNS,
     Rounded,
-    add_squares,
     add_up,
     row_powers,
+    square_sums,
 )
 from dsc.plugins.stored import FP8_BLOCK, FP8_MAX
 
@@ -48,8 +48,9 @@ def round_fp8(x: torch.Tensor) -> Rounded:
     squares, norms = (BUFFERS.take(n, (rows, math.gcd(width, SUMMED_COLUMNS))) for n in ("squares", "norms"))
     codes = torch.empty((rows, width), dtype=torch.float8_e4m3fn)
     spread = scales.repeat_interleave(FP8_BLOCK, 0)[:rows].unsqueeze(-1)
+    error_steps = spread / powers_N.view(-1, 1, 1) if len(powers_N) else spread
     _go_through(
-        padded, spread, powers_N, step, codes, codes.view(torch.int8), squares, norms,
+        padded, spread, error_steps, powers_N, step, codes, codes.view(torch.int8), squares, norms,
         ratios, decoded, bits, bits.view(torch.float16), FP8_MAX,
     )  # fmt: skip
     squares_N, norms_N = add_up(squares, powers_N), add_up(norms, powers_N)
@@ -60,6 +61,7 @@ def round_fp8(x: torch.Tensor) -> Rounded:
 def _go_through(
     x: torch.Tensor,
     scales: torch.Tensor,
+    error_steps: torch.Tensor,
     powers: torch.Tensor,
     step: int,
     out: torch.Tensor,
@@ -74,27 +76,29 @@ def _go_through(
     keep: int = SIGN_AND_VALUE,
     exponent: float = HALF_EXPONENT,
 ) -> None:
-    """Fill `out` with codes, and `squares` and `norms` as `add_squares` does.
+    """Fill `out` with codes, and `squares` and `norms` as `square_sums` does.
 
-    x        float32 [N, K]; scales [N, g, 1]; rows are measured in `powers` [N] where those are not empty
+    x        float32 [N, K]; scales [N, g, 1], and `error_steps` the same, measured in `powers` [N] where those are not empty
     signed   `out` as int8
     step     rows at a time, for which `ratios` to `halves` are memory: `halves` is `bits` as float16
     """
     rows, num_groups = x.shape[0], scales.shape[1]
+    seven, sign_and_value = torch.tensor(7, dtype=torch.int16), torch.tensor(keep, dtype=torch.int16)
     for first in range(0, rows, step):
         last = min(first + step, rows)
         count = last - first
         if count < step:
             ratios, decoded, bits, halves = ratios[:count], decoded[:count], bits[:count], halves[:count]
-        groups, steps = x[first:last].view(count, num_groups, -1), scales[first:last]
-        torch.div(groups, steps, out=ratios.view(count, num_groups, -1))
+        torch.div(x[first:last].view(count, num_groups, -1), scales[first:last], out=ratios.view(count, num_groups, -1))
         ratios.clamp_(-largest, largest)
         out[first:last].copy_(ratios)
         # As e4m3_to_float32 in float8.py; there is no NaN among them.
-        bits.copy_(signed[first:last]).bitwise_left_shift_(7).bitwise_and_(keep)
+        bits.copy_(signed[first:last]).bitwise_left_shift_(seven).bitwise_and_(sign_and_value)
         decoded.copy_(halves).mul_(exponent)
-        errors = ratios.sub_(decoded).view(count, num_groups, -1)
-        add_squares(groups, errors, steps, powers[first:last], squares[first:last], norms[first:last])
+        ratios.sub_(decoded)
+        ratios.view(count, num_groups, -1).mul_(error_steps[first:last])
+        square_sums(ratios, powers[:0], ratios, squares[first:last])
+        square_sums(x[first:last], powers[first:last], ratios, norms[first:last])
 
 
 with warnings.catch_warnings():

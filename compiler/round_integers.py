@@ -21,7 +21,7 @@ import torch
 from dsc.compiler.float8 import HALF_EXPONENT, SIGN_AND_VALUE, e4m3_to_float32
 from dsc.plugins.stored import FP8_BLOCK
 
-RUN_ELEMENTS = 1 << 16
+RUN_ELEMENTS = 1 << 17
 # Subnormal scales would overflow the codes, and differ with flush-to-zero.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 SUMMED_COLUMNS = 128
@@ -29,7 +29,7 @@ SUMMED_COLUMNS = 128
 LARGEST_STEP, SMALLEST_STEP = 2.0**40, 2.0**-40
 SMALLEST_EXPONENT = -125  # of a row: that of SMALLEST_SCALE; one over a smaller power of two is infinity
 _SCALES_BELOW = 2.0**100  # so that a scale times HALF_EXPONENT is finite
-_COUNTED = 8  # bytes with bit 4 set, or not, whose sum is below 256
+_COUNTED = 15  # bytes with bit 4 set, or not, whose sum is below 256
 
 
 @dataclass(frozen=True)
@@ -109,34 +109,18 @@ def add_up(partial: torch.Tensor, powers: torch.Tensor | None = None) -> torch.T
     return sums if powers is None or not len(powers) else sums * powers.double().square_()
 
 
-def add_squares(
-    groups: torch.Tensor,
-    errors: torch.Tensor,
-    steps: torch.Tensor,
-    powers: torch.Tensor,
-    squares: torch.Tensor,
-    norms: torch.Tensor,
-) -> None:
-    """Fill `squares` and `norms` [N, up to 128] with sums of some rows' squared errors and values, to be added up.
+def square_sums(x: torch.Tensor, powers: torch.Tensor, memory: torch.Tensor, sums: torch.Tensor) -> None:
+    """Fill `sums` [N, up to 128] with sums of the squares of some rows, to be added up.
 
-    errors  [N, g, G], in `steps` [N, g, 1], and overwritten; groups [N, g, G] the values
-    powers  [N] or none: rows are measured in these
-    norms   without elements: not wanted
-    """  # fmt: skip
+    x       [N, K]; rows are measured in `powers` [N] where those are not empty
+    memory  [N, K], overwritten; x, where that is not needed any more
+    """
     if powers.numel() > 0:
-        power = powers.view(-1, 1, 1)
-        groups, steps = groups / power, steps / power
-    errors.mul_(steps).square_()
-    torch.sum(errors.view(len(squares), -1, squares.shape[1]), [1], out=squares)
-    if norms.numel() > 0:
-        torch.square(groups, out=errors)
-        torch.sum(errors.view(len(norms), -1, norms.shape[1]), [1], out=norms)
-
-
-with warnings.catch_warnings():
-    # Deprecated, but what should replace it wants a C++ compiler where dsc runs. The same in plain Python, only slower.
-    warnings.simplefilter("ignore", DeprecationWarning)
-    add_squares = torch.jit.script(add_squares)
+        torch.div(x, powers.unsqueeze(-1), out=memory)
+        memory.square_()
+    else:
+        torch.square(x, out=memory)
+    torch.sum(memory.view(len(sums), -1, sums.shape[1]), [1], out=sums)
 
 
 def takes_codes(scales: torch.Tensor, columns: int) -> bool:
@@ -165,21 +149,21 @@ def round_integers(matrix: Matrix, group: int, low: int, errors_only: bool = Fal
 
     powers_N = row_powers(largest_N)
     step = min(max(RUN_ELEMENTS // columns, 1), rows)
-    values, ratios, rounded = (BUFFERS.take(name, (step, columns)) for name in ("values", "ratios", "codes"))
-    bits = BUFFERS.take("bits", (step, columns), torch.int16)
-    wide = BUFFERS.take("bytes", (step, columns), torch.int8)
+    values, rounded = (BUFFERS.take(name, (step, columns)) for name in ("values", "rounded"))
+    bits = rounded.view(-1).view(torch.int16)[: step * columns].view(step, columns)  # read before codes are rounded
+    wide, flags, counts = (BUFFERS.take(name, (step, columns), torch.uint8) for name in ("bytes", "flags", "counts"))
     squares, norms = (BUFFERS.take(n, (rows, math.gcd(columns, SUMMED_COLUMNS))) for n in ("squares", "norms"))
-    if errors_only:
-        norms = nothing
     packed = low in (-7, -8)
     width = 0 if errors_only else columns // 2 if packed else columns
     data = torch.empty((rows, width), dtype=torch.uint8 if packed else torch.int8)
+    steps = scales_Ng.float().unsqueeze(-1)
     saturated = _go_through(
         matrix.values if matrix.scales is None else matrix.values.view(torch.int8),
         nothing if matrix.scales is None else matrix.scales.mul(HALF_EXPONENT).unsqueeze(-1),
-        scales_Ng.float().unsqueeze(-1), powers_N, low, step, data, squares, norms,
-        values, ratios, rounded, bits, bits.view(torch.float16), wide, wide.view(torch.uint8),
-        wide.view(torch.int16) if packed else bits,
+        steps, steps / powers_N.view(-1, 1, 1) if len(powers_N) else steps, powers_N, low, step,
+        data, squares, nothing if errors_only else norms, values, rounded, bits, bits.view(torch.float16),
+        wide, wide.view(torch.int8), wide.view(torch.int16) if packed else bits,
+        flags, flags.view(torch.int16) if packed else bits, counts,
     )  # fmt: skip
     squares_N, norms_N = add_up(squares, powers_N), nothing if errors_only else add_up(norms, powers_N)
     return Rounded(data, scales_Ng, squares_N, norms_N, saturated, int(np.count_nonzero(empty_Ng.numpy())))
@@ -206,6 +190,7 @@ def _go_through(
     x: torch.Tensor,
     scales: torch.Tensor,
     steps: torch.Tensor,
+    error_steps: torch.Tensor,
     powers: torch.Tensor,
     low: int,
     step: int,
@@ -213,71 +198,84 @@ def _go_through(
     squares: torch.Tensor,
     norms: torch.Tensor,
     values: torch.Tensor,
-    ratios: torch.Tensor,
     rounded: torch.Tensor,
     bits: torch.Tensor,
     halves: torch.Tensor,
     wide: torch.Tensor,
-    unsigned: torch.Tensor,
+    signed: torch.Tensor,
     pairs: torch.Tensor,
+    flags: torch.Tensor,
+    higher: torch.Tensor,
+    counts: torch.Tensor,
     keep: int = SIGN_AND_VALUE,
     block: int = FP8_BLOCK,
-    counted: int = _COUNTED,
+    most: int = _COUNTED,
 ) -> int:
-    """Fill `out` with codes, two a byte of -7 and -8, and `squares` and `norms` as `add_squares` does.
+    """Fill `out` with codes, two a byte of -7 and -8, and `squares` and `norms` as `square_sums` does.
 
     x       float32 [N, K], or e4m3 codes as int8 where `scales` are not empty: [N, B, 1], HALF_EXPONENT times what is meant
-    steps   [N, g, 1]; rows are measured in `powers` [N] where those are not empty
-    step    rows at a time, for which `values` to `pairs` are memory: `halves` is `bits` as float16, `unsigned` and `pairs` are `wide` as
-            uint8 and as int16
-    out     without elements: not wanted
+    steps   [N, g, 1], and `error_steps` the same, measured in `powers` [N] where those are not empty
+    step    rows at a time, for which `values` to `counts` are memory: `halves` is `bits` as float16, which is used before `rounded`
+            and lies in it; `signed` is `wide` as int8, and `pairs` and `higher` are `wide` and `flags` as int16
+    out, norms  without elements: not wanted
     returns how many codes were cut
     """
-    rows, num_groups, cut = x.shape[0], steps.shape[1], 0
+    rows, num_groups, cut, counted = x.shape[0], steps.shape[1], 0, 0
+    # As tensors: a Python number beside a tensor costs a call more than a microsecond, what a run's bytes take or more.
+    seven, sign_and_value = torch.tensor(7, dtype=torch.int16), torch.tensor(keep, dtype=torch.int16)
+    eight, flag, four = (
+        torch.tensor(8, dtype=torch.int8),
+        torch.tensor(16, dtype=torch.uint8),
+        torch.tensor(4, dtype=torch.int16),
+    )
+    bit_3, nibbles = torch.tensor(0x0808, dtype=torch.int16), torch.tensor(0x0F0F, dtype=torch.int16)
+    counts.zero_()
     for first in range(0, rows, step):
         last = min(first + step, rows)
         count = last - first
         if count < step:
-            values, ratios, rounded = values[:count], ratios[:count], rounded[:count]
-            bits, halves, wide = bits[:count], halves[:count], wide[:count]
-            unsigned, pairs = unsigned[:count], pairs[:count]
+            values, rounded, bits, halves = values[:count], rounded[:count], bits[:count], halves[:count]
+            wide, signed, pairs = wide[:count], signed[:count], pairs[:count]
+            flags, higher = flags[:count], higher[:count]
+        groups, some = values.view(count, num_groups, -1), x[first:last]
         if x.dtype == torch.int8:  # as e4m3_to_float32 in float8.py, the exponent's correction being in the scales
-            bits.copy_(x[first:last]).bitwise_left_shift_(7).bitwise_and_(keep)
-            values.copy_(halves)
-            values.view(count, -1, block).mul_(scales[first:last])
-        else:
-            values = x[first:last]
-        groups = values.view(count, num_groups, -1)
-        steps_of = steps[first:last]
-        torch.div(groups, steps_of, out=ratios.view(count, num_groups, -1))
-        torch.round(ratios, out=rounded)
+            bits.copy_(some).bitwise_left_shift_(seven).bitwise_and_(sign_and_value)
+            some = values.copy_(halves)
+            some.view(count, -1, block).mul_(scales[first:last])
+        if norms.numel() > 0:
+            square_sums(some, powers[first:last], rounded, norms[first:last])
+        torch.div(some.view(count, num_groups, -1), steps[first:last], out=groups)
+        torch.round(values, out=rounded)
         # -7..7: no scale's rounding makes an 8 of a 7. -127..127: at most 127.25 comes of it.
-        if out.numel() == 0:
-            if low == -8:
-                rounded.clamp_(-8, 7)
-        elif low == -127:
+        if out.numel() > 0 and low == -127:
             out[first:last].copy_(rounded)
-        else:
-            wide.copy_(rounded)
+        elif out.numel() > 0:
+            signed.copy_(rounded)
             if low == -8:
                 # Plus 8, codes are 0 to 15, and those to be cut 16 or -1, which bit 4 tells; nibbles differ by bit 3.
-                wide.add_(8)
-                flags = unsigned.bitwise_and(16).view(-1)
-                if flags.numel() % counted == 0:
-                    flags = torch.sum(flags.view(counted, -1), [0], dtype=torch.uint8)
-                cut += int(torch.sum(flags)) // 16
-                wide.clamp_(0, 15)
-                pairs.bitwise_xor_(0x0808)
-                rounded.clamp_(-8, 7)
+                signed.add_(eight)
+                counts[:count].add_(torch.bitwise_and(wide, flag, out=flags))
+                counted += 1
+                if counted == most or last == rows:
+                    cut += int(torch.sum(counts)) // 16
+                    counts.zero_()
+                    counted = 0
+                signed.clamp_(0, 15)
+                pairs.bitwise_xor_(bit_3)
             else:
-                pairs.bitwise_and_(0x0F0F)
-            out[first:last].copy_((pairs >> 4).bitwise_or_(pairs))
-        errors = ratios.sub_(rounded).view(count, num_groups, -1)
-        add_squares(groups, errors, steps_of, powers[first:last], squares[first:last], norms[first:last])
+                pairs.bitwise_and_(nibbles)
+            torch.bitwise_right_shift(pairs, four, out=higher)
+            out[first:last].copy_(higher.bitwise_or_(pairs))
+        if low == -8:
+            rounded.clamp_(-8, 7)
+        values.sub_(rounded)
+        groups.mul_(error_steps[first:last])
+        square_sums(values, powers[:0], values, squares[first:last])
     return cut
 
 
 with warnings.catch_warnings():
     # Deprecated, but what should replace it wants a C++ compiler where dsc runs. The same in plain Python, only slower.
     warnings.simplefilter("ignore", DeprecationWarning)
+    square_sums = torch.jit.script(square_sums)
     _go_through = torch.jit.script(_go_through)

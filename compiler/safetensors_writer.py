@@ -70,7 +70,7 @@ class SafetensorsWriter:
         self._journal.synced(mark)
 
     def finish(self, threads: int = 1) -> tuple[dict[str, str], dict[str, str]]:
-        """Have everything hashed and on the disk; returns sha256 of tensors by name and of files by location."""
+        """Have everything hashed and on the disk; returns sha256 of tensors by name, parts_sha256 of files by location."""
         work_through(self._files, self._hash, threads)
         self.sync()
         tensors: dict[str, str] = {}
@@ -81,4 +81,4 @@ class SafetensorsWriter:
     def _hash(self, location: str, data: memoryview | None = None, offset: int = 0) -> None:
         file = self._files[location]
         if file.hash(data, offset):
-            self._journal.add_file(location, file.sha256, file.tensors)
+            self._journal.add_file(location, file.parts_sha256, file.tensors)

@@ -73,7 +73,7 @@ def _aliases(node: Node) -> dict[str, str]:
     if not is_plugin(node):
         return {}
     schema = schema_of(node)
-    pairs = zip(schema.outputs, node.outputs, strict=True)
+    pairs = zip(schema.outputs_of(node.attrs), node.outputs, strict=True)
     return {tensor.name: node.inputs[schema.slot(o.alias)].name for o, tensor in pairs if o.alias}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_graphsurgeon as gs
@@ -100,6 +100,9 @@ class QuantizeWeights(Pass):
                 continue
             for operand in schema_of(node).weights:
                 self._store(graph, node, operand, stored, report)
+        choices = {name: self.choice(name, graph.info.model) for name in CLASSES}
+        formats = {name: choice.kind for name, choice in choices.items() if choice is not None}
+        graph.info = replace(graph.info, formats=formats)
         return report
 
     def _store(self, graph: Graph, node: Node, operand: Weight, stored: dict[str, Stored], report: Report) -> None:

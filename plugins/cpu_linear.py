@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import linear, pad
 
 from dsc.plugins.cpu_node import CpuNode
-from dsc.plugins.stored import FP8_BLOCK, StoredWeight, round_activations, unpack_nibbles
+from dsc.plugins.stored import FP8_BLOCK, Quantized, StoredWeight, multiplied, unpack_nibbles
 
 # From so many tokens on, making the weight float32 and torch's float32 product beat the packed kernels.
 MANY = 48
@@ -24,12 +24,15 @@ _EIGHT = torch.tensor(8, dtype=torch.int8)
 
 
 class Product:
-    """x [T, K] -> x W^T [T, N] in x's dtype, summed in float32. What `prepare` returns may serve several products of x."""
+    """x [T, K] -> x W^T [T, N] in x's dtype, summed in float32. What `prepare` returns may serve several products of x.
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.multiply(self.prepare(x))
+    quantized  x as fp8 weights multiply it, where it was made before; only such products look at it
+    """
 
-    def prepare(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, quantized: Quantized | None = None) -> torch.Tensor:
+        return self.multiply(self.prepare(x, quantized))
+
+    def prepare(self, x: torch.Tensor, quantized: Quantized | None = None) -> torch.Tensor:
         """What can be computed from x alone, for products of one format."""
         return x
 
@@ -78,8 +81,8 @@ class Dequantized(Product):
     w: StoredWeight
     dtype: torch.dtype
 
-    def prepare(self, x: torch.Tensor) -> torch.Tensor:
-        return round_activations(x, self.w.format.ue8m0) if self.w.format.kind == "fp8" else x.float()
+    def prepare(self, x: torch.Tensor, quantized: Quantized | None = None) -> torch.Tensor:
+        return multiplied(x, self.w.format, quantized)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         return self.multiply_wide(x).to(self.dtype)
@@ -122,7 +125,8 @@ class Int4(Product):
             return self.multiply_wide(x.float()).bfloat16()
         return torch._weight_int4pack_mm_for_cpu(x.contiguous(), self.codes, self.group, self._kernel_scales())
 
-    __call__ = multiply
+    def __call__(self, x: torch.Tensor, quantized: Quantized | None = None) -> torch.Tensor:
+        return self.multiply(x)
 
     def multiply_wide(self, x: torch.Tensor) -> torch.Tensor:
         if not self.blocks:

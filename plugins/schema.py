@@ -51,6 +51,7 @@ class Tensor:
     optional: bool = False
     like: str = ""
     alias: str = ""  # outputs: the input whose memory this output is
+    when: str = ""  # outputs: the optional attribute of the nodes that make it, "" for all nodes
 
     @property
     def slots(self) -> int:
@@ -92,13 +93,15 @@ class SchemaError(ValueError):
 class Op:
     """A plugin op: operands in order, attributes with their Python types (`int`, `float`, `str`), cost.
 
-    Attributes are all required; formats of weights are added by themselves.
+    Nodes have all of `attributes`, to which formats of weights are added by themselves, and may have those of `optional`, each
+    with one of its values. Outputs that only nodes with an optional attribute make come last.
     """
 
     name: str
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     attributes: Mapping[str, type] = field(default_factory=dict)
+    optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     cost: Callable[[Any], Cost] = lambda d: Cost(0, 0)
     doc: str = ""
 
@@ -107,8 +110,12 @@ class Op:
         return tuple(t for t in self.inputs if isinstance(t, Weight))
 
     def attribute_types(self) -> dict[str, type]:
-        """All attributes a node of this op has, formats of weights included."""
+        """All attributes that every node of this op has, formats of weights included."""
         return {**self.attributes, **{w.format_attribute: str for w in self.weights}}
+
+    def outputs_of(self, attributes: Mapping[str, Attribute]) -> tuple[Tensor, ...]:
+        """The outputs of a node with these attributes."""
+        return tuple(t for t in self.outputs if not t.when or t.when in attributes)
 
     def slot_names(self) -> list[str]:
         """Names of the node inputs in order: operand names, a weight's followed by `name.scales`."""
@@ -151,7 +158,7 @@ class Op:
                 self._bind_weight(tensor, given, attributes, bound)
             else:
                 self._bind(tensor, given[0], bound, dtypes)
-        return [self._output(tensor, bound, dtypes) for tensor in self.outputs], bound
+        return [self._output(tensor, bound, dtypes) for tensor in self.outputs_of(attributes)], bound
 
     def _check_attributes(self, attributes: Mapping[str, Attribute]) -> None:
         types = self.attribute_types()
@@ -161,9 +168,13 @@ class Op:
             value = attributes[name]
             if not isinstance(value, type_):
                 raise SchemaError(f"dsc.{self.name}: attribute {name} is {value!r}, wanted {type_.__name__}")
-        for name in attributes:
-            if name not in types:
-                raise SchemaError(f"dsc.{self.name}: unknown attribute {name}, known: {', '.join(types)}")
+        for name, value in attributes.items():
+            if name not in types and name not in self.optional:
+                known = ", ".join([*types, *self.optional])
+                raise SchemaError(f"dsc.{self.name}: unknown attribute {name}, known: {known}")
+            if name in self.optional and value not in self.optional[name]:
+                wanted = " or ".join(self.optional[name])
+                raise SchemaError(f"dsc.{self.name}: attribute {name} is {value!r}, wanted {wanted}")
 
     def _bind(self, tensor: Tensor, given: Type, bound: dict[str, Dim], dtypes: dict[str, str]) -> None:
         wanted = (dtypes[tensor.like],) if tensor.like in dtypes else tensor.dtypes

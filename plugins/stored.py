@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dsc.plugins.formats import Format
+from dsc.plugins.formats import Format, parse_format
 
+Quantized = tuple[torch.Tensor, torch.Tensor]  # codes [..., K] and scales [..., ceil(K/128)] of activations
 FP8_MAX = 448.0  # largest finite float8_e4m3fn
 FP8_BLOCK = 128
 SMALLEST_AMAX = 1e-4  # of an activation group, so that a group of zeros has a finite scale (DeepSeek-V3, act_quant)
@@ -123,10 +124,29 @@ def quantize_activations(x: torch.Tensor, ue8m0: bool = False) -> tuple[torch.Te
     return codes.flatten(-2)[..., :columns], scales
 
 
+def dequantize_activations(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The values of what `quantize_activations` made, float32 [..., K]."""
+    return (_pad_groups(codes.float()) * scales.unsqueeze(-1)).flatten(-2)[..., : codes.shape[-1]]
+
+
 def round_activations(x: torch.Tensor, ue8m0: bool = False) -> torch.Tensor:
     """x after `quantize_activations` and back, float32 [..., K]."""
-    codes, scales = quantize_activations(x, ue8m0)
-    return (_pad_groups(codes.float()) * scales.unsqueeze(-1)).flatten(-2)[..., : x.shape[-1]]
+    return dequantize_activations(*quantize_activations(x, ue8m0))
+
+
+def norm_codes(y: torch.Tensor, quantize: str) -> tuple[torch.Tensor, ...]:
+    """What a norm makes of its result y [T, D] beside it, by its attribute `quantize`, the format of the weights that are to
+    multiply it: codes [T, D] and scales [ceil(D/128), T]; nothing for "".
+    """
+    if not quantize:
+        return ()
+    codes, scales = quantize_activations(y, parse_format(quantize).ue8m0)
+    return codes, scales.mT.contiguous()
+
+
+def given_codes(codes: torch.Tensor | None, scales: torch.Tensor | None) -> Quantized | None:
+    """Operands that `norm_codes` made as `quantize_activations` gives them; None where they are absent."""
+    return None if codes is None or scales is None else (codes, scales.mT)
 
 
 def _pad_groups(x: torch.Tensor) -> torch.Tensor:
@@ -136,10 +156,16 @@ def _pad_groups(x: torch.Tensor) -> torch.Tensor:
     return padded.view(*x.shape[:-1], groups, FP8_BLOCK)
 
 
-def linear(x: torch.Tensor, w: StoredWeight) -> torch.Tensor:
+def linear(x: torch.Tensor, w: StoredWeight, quantized: Quantized | None = None) -> torch.Tensor:
     """x [T, K] times w [N, K] transposed, float32 [T, N], as a linear layer in w's format means it.
 
-    With fp8 weights the activations are quantized first; every other format multiplies x as it is.
+    With fp8 weights the activations are quantized first, or were (`quantized`); every other format multiplies x as it is.
     """
-    values = round_activations(x, w.format.ue8m0) if w.format.kind == "fp8" else x.float()
-    return values @ w.dequantize().mT
+    return multiplied(x, w.format, quantized) @ w.dequantize().mT
+
+
+def multiplied(x: torch.Tensor, format_: Format, quantized: Quantized | None = None) -> torch.Tensor:
+    """What a weight in a format multiplies, x [..., K] or its codes, in float32."""
+    if format_.kind != "fp8":
+        return x.float()
+    return dequantize_activations(*quantized) if quantized is not None else round_activations(x, format_.ue8m0)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from os import PathLike
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsc.runtime import codec
 from dsc.runtime.errors import DscError, nearest, raise_all
-from dsc.runtime.manifest import NAME, REPORT, SCHEMA_VERSION, GraphFiles, Manifest
+from dsc.runtime.manifest import NAME, REPORT, SCHEMA_VERSION, FileEntry, GraphFiles, Manifest, TensorEntry
 from dsc.runtime.program import Program
 from dsc.runtime.spec import ModelSpec
 
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SCHEMA_VERSION", "EngineFolder", "looks_like_engine"]
 
-_PIECE = 1 << 24  # bytes hashed at a time
+_PIECE = 1 << 20  # bytes hashed at a time
+_HASHING_THREADS = 8  # at most
 
 
 def looks_like_engine(path: Path) -> bool:
@@ -159,15 +162,27 @@ class EngineFolder:
         digest = hashlib.sha256()
         self._digest(entry.file, entry.offset, entry.offset + entry.bytes, digest.update)
         if digest.hexdigest() != entry.sha256:
-            raise self._changed(entry.file, entry.sha256, digest.hexdigest(), name)
+            raise self._changed_tensor(name, digest.hexdigest())
 
     def verify_hashes(self, advance: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Hash every file and every tensor; `advance` is told the bytes gone through.
+        """Hash every file and every tensor, several files at a time; `advance` is told the bytes of tensors gone through.
 
         Raises DscError with all that differ; a changed byte inside a tensor names the tensor.
         """
-        faults = [fault for path in sorted(self.manifest.files) for fault in self._verify_file(path, advance)]
+        with ThreadPoolExecutor(min(_HASHING_THREADS, os.cpu_count() or 1)) as pool:
+            found = pool.map(lambda path: self._verify_file(path, advance), sorted(self.manifest.files))
+            faults = [fault for faults in found for fault in faults]
         raise_all(f"{self.path}: changed since it was built", faults)
+
+    def parts_sha256(self, path: str) -> str:
+        """`FileEntry.parts_sha256` of a file, by the sha256 its tensors have in the manifest; of its bytes the others are read."""
+        digest, at = hashlib.sha256(), 0
+        for _, tensor in self._tensors_in(path):
+            self._digest(path, at, tensor.offset, digest.update)
+            digest.update(bytes.fromhex(tensor.sha256))
+            at = max(at, tensor.offset + tensor.bytes)
+        self._digest(path, at, self.manifest.files[path].bytes, digest.update)
+        return digest.hexdigest()
 
     def release_pages(self) -> None:
         """Give back the memory of what was read so far; a tensor in use is read again. Private writes are lost."""
@@ -226,28 +241,40 @@ class EngineFolder:
         return codec.read_json(self.path / path, str(self.path / path))
 
     def _verify_file(self, path: str, advance: Callable[[int], None]) -> list[DscError]:
-        """Hash a file and, on the way, the tensors in it, so that it is read once."""
+        """Hash a file and the tensors in it, every byte read once."""
         entry, size = self.manifest.files[path], (self.path / path).stat().st_size
         if size != entry.bytes:
             return [DscError("has another size", where=str(self.path / path), wanted=str(entry.bytes), got=str(size))]
         whole, at, faults = hashlib.sha256(), 0, []
-        tensors = [(t.offset, name, t) for name, t in self.manifest.tensors.items() if t.file == path]
-        for offset, name, tensor in sorted(tensors, key=lambda item: item[:2]):
-            part = hashlib.sha256()
-            self._digest(path, at, offset, whole.update)
-            at = offset + tensor.bytes
-            self._digest(path, offset, at, whole.update, part.update)
+        for name, tensor in self._tensors_in(path):
+            part, end = hashlib.sha256(), tensor.offset + tensor.bytes
+            self._digest(path, at, tensor.offset, whole.update)
+            if entry.parts_sha256:
+                self._digest(path, tensor.offset, end, part.update)
+                whole.update(bytes.fromhex(tensor.sha256))
+            else:
+                self._digest(path, tensor.offset, end, part.update, whole.update)
+            at = max(at, end)
             advance(tensor.bytes)
             if part.hexdigest() != tensor.sha256:
-                faults.append(self._changed(path, tensor.sha256, part.hexdigest(), name))
+                faults.append(self._changed_tensor(name, part.hexdigest()))
         self._digest(path, at, size, whole.update)
-        if whole.hexdigest() != entry.sha256 and not faults:
-            faults.append(self._changed(path, entry.sha256, whole.hexdigest()))
+        digest = whole.hexdigest()
+        got = FileEntry(size, parts_sha256=digest) if entry.parts_sha256 else FileEntry(size, digest)
+        if got != entry and (entry.parts_sha256 or not faults):
+            what = "its bytes changed, outside of its tensors" if entry.parts_sha256 else "its bytes changed"
+            faults.append(DscError(what, where=str(self.path / path), wanted=entry.digest, got=got.digest))
         return faults
 
-    def _changed(self, path: str, wanted: str, got: str, tensor: str = "") -> DscError:
-        what = f"the bytes of {tensor} changed" if tensor else "its bytes changed"
-        return DscError(what, where=str(self.path / path), wanted=f"sha256 {wanted}", got=f"sha256 {got}")
+    def _tensors_in(self, path: str) -> list[tuple[str, TensorEntry]]:
+        """In the order of their bytes."""
+        found = [(name, tensor) for name, tensor in self.manifest.tensors.items() if tensor.file == path]
+        return sorted(found, key=lambda item: (item[1].offset, item[1].bytes, item[0]))
+
+    def _changed_tensor(self, name: str, got: str) -> DscError:
+        entry = self.manifest.tensors[name]
+        where, wanted = str(self.path / entry.file), f"sha256 {entry.sha256}"
+        return DscError(f"the bytes of {name} changed", where=where, wanted=wanted, got=f"sha256 {got}")
 
     def _digest(self, path: str, start: int, end: int, *updates: Callable[[memoryview], None]) -> None:
         """Tell `updates` the bytes of a range. Read, not mapped: mapped pages would count as memory of the process."""

@@ -111,7 +111,8 @@ def dims_of(program: Program, node: ProgramNode, facts: StepFacts) -> SimpleName
     _, bound = load_op(node.op).check(types, node.attributes)
     letters = {**program.letters, "T": facts.tokens, "B": facts.sequences, "R": facts.logit_rows}
     numbers = {name: letters.get(size, 0) if isinstance(size, str) else size for name, size in bound.items()}
-    return SimpleNamespace(**numbers, mode=node.attributes.get("mode", ""))
+    texts = {name: node.attributes.get(name, "") for name in ("mode", "quantize")}
+    return SimpleNamespace(**numbers, **texts)
 
 
 def _touched(program: Program, node: ProgramNode, slot: str, name: str, facts: StepFacts, share: float) -> float:

@@ -102,7 +102,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Certificate:
-    """engine is the content hash it was measured for; device where end_to_end was; layers are measured on the CPU."""
+    """engine is the content hash it was measured for; device where and how it was run: "cuda, layer by layer"."""
 
     schema_version: int
     engine: str

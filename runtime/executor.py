@@ -64,7 +64,7 @@ class Executor:
         self._places = {name: place for place, name in enumerate(program.operands, _ABSENT + 1)}
         self._state: dict[str, torch.Tensor] = {}
         self._inputs = [(name, self._places[name], *_checked(program, name)) for name in program.inputs]
-        last = _last_reads(program)
+        last = last_reads(program)
         self._calls = [self._bind(node, last[i]) for i, node in enumerate(program.nodes)]
         self._names = tuple(node.name for node in program.nodes)
         self._fitting: set[tuple[_Given, ...]] = set()
@@ -265,7 +265,7 @@ class _Arena:
         return target.copy_(tensor)
 
 
-def _last_reads(program: Program) -> list[list[str]]:
+def last_reads(program: Program) -> list[list[str]]:
     """Per node, the intermediates whose memory no later node reads, aliases counted as their root."""
     last: dict[str, int] = {}
     members: dict[str, set[str]] = {}

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from dsc.plugins.schema import SchemaError, load_op
+from dsc.runtime import codec
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.errors import DscError
 from dsc.runtime.inspect_kernels import describe_kernels, describe_steps
@@ -48,7 +49,7 @@ def describe(folder: EngineFolder, layer: int | None = None) -> dict[str, Any]:
         "tensors": report["weights"],
         "ledger": _ledger(report),
         "memory": {name: report["memory"][name] for name in programs},
-        "files": [{"path": p, "bytes": f.bytes, "sha256": f.sha256} for p, f in sorted(manifest.files.items())],
+        "files": [{"path": path, **codec.encode(entry)} for path, entry in sorted(manifest.files.items())],
         "kernels": describe_kernels(folder, programs),
         "steps": describe_steps(folder, programs),
         "layer": None if layer is None else _layer(folder, programs, layer),

@@ -163,8 +163,15 @@ def ledger_table(data: Data) -> Table:
 
 
 def files_table(data: Data) -> Table:
-    """Files with sizes and the first digits of their hashes."""
-    rows = [(file["path"], f"{file['bytes']:,}", file["sha256"][:16]) for file in data["files"]]
+    """Files with sizes and the first digits of their hashes, of which one by parts is no sha256 of the file."""
+    rows = [
+        (
+            file["path"],
+            f"{file['bytes']:,}",
+            file["sha256"][:16] if "sha256" in file else f"parts {file['parts_sha256'][:16]}",
+        )
+        for file in data["files"]
+    ]
     return make_table("files", ("path", "bytes", "sha256"), rows, right=(1,))
 
 

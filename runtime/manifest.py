@@ -15,7 +15,7 @@ from dsc.runtime.errors import DscError, nearest, raise_all
 from dsc.runtime.program import DTYPE_BYTES
 from dsc.runtime.spec import ModelSpec
 
-SCHEMA_VERSION = 2  # another one needs a step in dsc.runtime.migrate
+SCHEMA_VERSION = 3  # another one needs a step in dsc.runtime.migrate
 NAME, REPORT = "manifest.json", "report.json"
 LOCAL = "local"  # measured after the build; neither listed nor hashed
 
@@ -111,10 +111,21 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Size and hash of one file."""
+    """Size and hash of one file: `parts_sha256` where tensors lie in it, so that their bytes are hashed once, else `sha256`.
+
+    parts_sha256   sha256 of the file's bytes from first to last, with the 32 bytes of a tensor's own sha256 in place of every
+                   tensor. Header and padding are in it as they are.
+    Until it is migrated, a file of an engine older than version 3 has `sha256` in any case.
+    """
 
     bytes: int
-    sha256: str
+    sha256: str = ""
+    parts_sha256: str = ""
+
+    @property
+    def digest(self) -> str:
+        """Whichever it has, by its name: "sha256 0123..."."""
+        return f"sha256 {self.sha256}" if self.sha256 else f"parts_sha256 {self.parts_sha256}"
 
 
 @dataclass(frozen=True)
@@ -235,12 +246,14 @@ def is_inside(path: str) -> bool:
 
 
 def _faults(manifest: Manifest, where: str) -> Iterator[DscError]:
+    holding = {tensor.file for tensor in manifest.tensors.values()}
     for path, entry in manifest.files.items():
         if not is_inside(path):
             yield DscError(f"files names {path!r}, which is no path inside the engine", where=where)
-        if entry.bytes < 0 or not _is_sha256(entry.sha256):
-            got = f"{entry.bytes} bytes, {entry.sha256!r}"
-            yield DscError(f"files[{path!r}] has no size and sha256", where=where, got=got)
+        if entry.bytes < 0 or not _is_hashed(entry, path in holding):
+            wanted = "sha256 or parts_sha256, one of them" if path in holding else "sha256"
+            got = f"{entry.bytes} bytes, sha256 {entry.sha256!r}, parts_sha256 {entry.parts_sha256!r}"
+            yield DscError(f"files[{path!r}] has no size and hash", where=where, wanted=wanted, got=got)
     for name, tensor in manifest.tensors.items():
         yield from _tensor_faults(manifest, name, tensor, where)
     yield from _overlaps(manifest, where)
@@ -285,6 +298,12 @@ def _serving_faults(manifest: Manifest, where: str) -> Iterator[DscError]:
 
 def _is_sha256(text: str) -> bool:
     return re.fullmatch("[0-9a-f]{64}", text) is not None
+
+
+def _is_hashed(entry: FileEntry, holds_tensors: bool) -> bool:
+    if entry.parts_sha256:
+        return holds_tensors and not entry.sha256 and _is_sha256(entry.parts_sha256)
+    return _is_sha256(entry.sha256)
 
 
 def _tensor_faults(manifest: Manifest, name: str, tensor: TensorEntry, where: str) -> Iterator[DscError]:

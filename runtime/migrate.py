@@ -1,6 +1,6 @@
 """Bring an engine of an older schema version to the one this program reads, without its checkpoint.
 
-A step takes a manifest's JSON of one version to the next. Weights are never touched, and nothing but manifest.json is
+A step takes a manifest's JSON of one version to the next; then all is hashed. Weights are never touched, and nothing but manifest.json is
 replaced, in one rename: whatever ends a migration, the engine is either old or new. A step that must change another file,
 a program for instance, has to write it under a new name, which only the new manifest lists.
 """
@@ -12,7 +12,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from dsc.runtime import codec
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.disk import sync
 from dsc.runtime.errors import DscError
-from dsc.runtime.manifest import NAME, SCHEMA_VERSION, Manifest, other_version, version_of
+from dsc.runtime.manifest import NAME, SCHEMA_VERSION, FileEntry, Manifest, other_version, version_of
 
 
 def _from_1(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -28,7 +28,12 @@ def _from_1(manifest: dict[str, Any]) -> dict[str, Any]:
     return {**manifest, "serving": None}
 
 
-STEPS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _from_1}  # from each older version to the next
+def _from_2(manifest: dict[str, Any]) -> dict[str, Any]:
+    """Version 3 hashes files of tensors by their parts, which follows when the sha256 they have is found right."""
+    return manifest
+
+
+STEPS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {1: _from_1, 2: _from_2}  # from each version to the next
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ def migrate(
             engine.check_files()
             begin(sum(tensor.bytes for tensor in manifest.tensors.values()))
             engine.verify_hashes(advance)
+            manifest = _hashed_by_parts(engine)
             write(codec.dump_json(manifest.to_json()))
         assert EngineFolder.open(path).manifest == manifest, where
     return Migration(path, version, SCHEMA_VERSION, sum(entry.bytes for entry in manifest.files.values()))
@@ -90,6 +96,15 @@ def _stepped(manifest: dict[str, Any]) -> dict[str, Any]:
     earlier = {"schema_version": first, "content_hash": hashlib.sha256(content).hexdigest()}
     # Of another kind it is a fault, which reading the manifest tells.
     return {**manifest, "migrated": [*before, earlier] if isinstance(before, list) else before}
+
+
+def _hashed_by_parts(engine: EngineFolder) -> Manifest:
+    """The manifest of an engine whose hashes are right, with `parts_sha256` for every file that tensors lie in."""
+    files = {
+        path: FileEntry(engine.manifest.files[path].bytes, parts_sha256=engine.parts_sha256(path))
+        for path in {tensor.file for tensor in engine.manifest.tensors.values()}
+    }
+    return replace(engine.manifest, files={**engine.manifest.files, **files})
 
 
 @contextmanager

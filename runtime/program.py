@@ -19,7 +19,7 @@ from dsc.runtime.expressions import (
     names_of,
     parse_guard,
 )
-from dsc.runtime.steps import Kernel, Pointer, Repeat, Size, Step, Variant, pointers_of, sizes_of
+from dsc.runtime.steps import Gemm, Kernel, Pointer, Repeat, Size, Step, Variant, pointers_of, sizes_of, takes_scales
 
 DTYPE_BYTES = {
     "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int64": 8, "int32": 4, "int8": 1, "uint8": 1,
@@ -269,6 +269,8 @@ class _Checker:
                 yield from self.pointer(pointer, f"{at}.{name}")
             if isinstance(step, Kernel):
                 yield from self.cubin(step.cubin, f"{at}.cubin")
+            if isinstance(step, Gemm) and (step.a_scales is not None or step.b_scales is not None):
+                yield from self.scaled(step, at)
             if isinstance(step, Repeat):
                 if step.letter in loops:
                     yield self.fault(f"{at}.letter counts a loop around it", wanted=" or ".join(LOOP_LETTERS))
@@ -280,6 +282,22 @@ class _Checker:
             yield self.fault(f"{path} names no operand: {pointer.operand!r}")
         elif pointer.rank is not None and operand.role != "peer":
             yield self.fault(f"{path} names a rank, and {pointer.operand} is of role {operand.role}", wanted="peer")
+
+    def scaled(self, step: Gemm, path: str) -> Iterator[DscError]:
+        """Faults of a gemm with scales."""
+        if step.a_scales is None or step.b_scales is None:
+            yield self.fault(f"{path} has scales of one side only", wanted="a_scales and b_scales, or neither")
+        if {step.a.dtype, step.b.dtype} != {"float8_e4m3fn"} or step.a.transposed or not step.b.transposed:
+            turned = [" transposed" if matrix.transposed else "" for matrix in (step.a, step.b)]
+            got = f"a {step.a.dtype}{turned[0]}, b {step.b.dtype}{turned[1]}"
+            wanted = "float8_e4m3fn, b transposed"
+            yield self.fault(f"{path} has scales and other matrices than they are for", wanted=wanted, got=got)
+        if not (isinstance(step.n, int) and isinstance(step.k, int) and takes_scales(step.n, step.k)):
+            got = f"n {step.n}, k {step.k}"
+            yield self.fault(f"{path} has scales and no size for them", wanted="16 divides n, 512 divides k", got=got)
+        if (step.batch, step.alpha, step.beta) != (1, 1.0, 0.0):
+            got = f"batch {step.batch}, alpha {step.alpha:g}, beta {step.beta:g}"
+            yield self.fault(f"{path} has scales and is no plain product", wanted="batch 1, alpha 1, beta 0", got=got)
 
     def cubin(self, name: str, path: str) -> Iterator[DscError]:
         pure = PurePosixPath(name)

@@ -96,7 +96,11 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Gemm:
-    """c[m, n] = alpha * a[m, k] b[k, n] + beta * c, `batch` times, through cuBLAS; accumulated in `compute` dtype."""
+    """c[m, n] = alpha * a[m, k] b[k, n] + beta * c, `batch` times, through cuBLAS; accumulated in `compute` dtype.
+
+    With scales, float32, a and b are e4m3 codes: those of a of 1x128 groups, [k/128, m]; those of b, which is a weight
+    [n, k] transposed, of 128x128 blocks, [n/128, k/128]. m is then a multiple of SCALED_ROWS.
+    """
 
     kind: ClassVar[str] = "gemm"
     a: Matrix
@@ -111,6 +115,18 @@ class Gemm:
     compute: str = "float32"
     workspace: Pointer | None = None
     workspace_bytes: Size = 0
+    a_scales: Pointer | None = None
+    b_scales: Pointer | None = None
+
+
+SCALED_ROWS = 4  # cuBLASLt reads rows of scales of a in steps of 16 bytes
+
+
+def takes_scales(n: int, k: int) -> bool:
+    """Whether a weight [n, k] can be the second side of a gemm with scales: rows of c and of the weight's scales are whole
+    steps of 16 bytes, as torch and cuBLASLt demand.
+    """
+    return n % 16 == 0 and k % (4 * 128) == 0
 
 
 @dataclass(frozen=True)
@@ -182,6 +198,14 @@ def kernels_in(steps: Sequence[Step]) -> Iterator[Kernel]:
             yield from kernels_in(step.steps)
 
 
+def operands_in(steps: Sequence[Step]) -> Iterator[str]:
+    """Every operand that some steps touch, those inside repeats too; one may come several times."""
+    for step in steps:
+        yield from (pointer.operand for _, pointer in pointers_of(step))
+        if isinstance(step, Repeat):
+            yield from operands_in(step.steps)
+
+
 def sizes_of(step: Step) -> Iterator[tuple[str, Size]]:
     """Every size of a step by its field's name, pointers and arguments included; not of the steps inside a repeat."""
     if isinstance(step, Kernel):
@@ -216,8 +240,9 @@ def pointers_of(step: Step) -> Iterator[tuple[str, Pointer]]:
                 yield f"arguments[{i}]", Pointer(argument.operand, argument.offset)
     elif isinstance(step, Gemm):
         yield from (("a.at", step.a.at), ("b.at", step.b.at), ("c.at", step.c.at))
-        if step.workspace is not None:
-            yield "workspace", step.workspace
+        for name, pointer in (("workspace", step.workspace), ("a_scales", step.a_scales), ("b_scales", step.b_scales)):
+            if pointer is not None:
+                yield name, pointer
     elif isinstance(step, Fill):
         yield "destination", step.destination
     elif not isinstance(step, Repeat):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dsc.compiler.certify.device import open_device
 from dsc.compiler.certify.numerics import Numerics, measure
 from dsc.compiler.certify.stored import compare_stored, raise_differences
 from dsc.compiler.certify.text import WINDOW_TOKENS, WINDOWS, read_windows
@@ -34,12 +35,13 @@ def verify_engine(
     """Check an engine's hashes, its stored tensors against the checkpoint, its numerics against the unquantized model.
 
     model   checkpoint folder or name; None: the recipe's
-    device  take the logits from the engine loaded there as a whole; None: run it layer by layer on the CPU
+    device  where engine and reference are run, layer by layer; None: the CPU
     returns the certificate, which then lies in the engine's local/
     raises  DscError naming every tensor whose bytes are not what they must be, before any numerics
     """
     progress = progress or Progress(quiet=True)
     folder = EngineFolder.open(path)
+    at, engine = open_device(folder, device)
     progress.step("hashes", sum(file.bytes for file in folder.manifest.files.values()))
     folder.verify_hashes(progress.advance)
     recipe = recipe_from_json(folder.manifest.recipe, str(path / NAME))
@@ -50,8 +52,8 @@ def verify_engine(
     stored = Stored(len(weights), sum(values.nbytes for values in weights.values()), *_saturation(folder))
     tokens, described = read_windows(folder, text, windows, window_tokens)
     progress.step("layers")
-    numerics = measure(folder, recipe, checkpoint, tokens, device)
-    certificate = _certificate(folder, checkpoint, described, stored, numerics, device)
+    numerics = measure(folder, recipe, checkpoint, tokens, at, engine)
+    certificate = _certificate(folder, checkpoint, described, stored, numerics, device or "cpu")
     certificate.write(path)
     return certificate
 
@@ -60,21 +62,21 @@ def certify_build(path: Path, recipe: Recipe, checkpoint: Checkpoint) -> Certifi
     """The certificate of an engine that was just built, held to the recipe's budgets. Raises DscError where it exceeds one."""
     folder = EngineFolder.open(path)
     tokens, described = read_windows(folder, None)
-    numerics = measure(folder, recipe, checkpoint, tokens)
-    certificate = _certificate(folder, checkpoint, described, Stored(0, 0, *_saturation(folder)), numerics, None)
+    numerics = measure(folder, recipe, checkpoint, tokens, *open_device(folder, None))
+    certificate = _certificate(folder, checkpoint, described, Stored(0, 0, *_saturation(folder)), numerics, "cpu")
     check_budget(certificate, recipe.verify or {}, recipe.where)
     certificate.write(path)
     return certificate
 
 
 def _certificate(
-    folder: EngineFolder, checkpoint: Checkpoint, text: Text, stored: Stored, numerics: Numerics, device: str | None
+    folder: EngineFolder, checkpoint: Checkpoint, text: Text, stored: Stored, numerics: Numerics, device: str
 ) -> Certificate:
     return Certificate(
         schema_version=SCHEMA_VERSION,
         engine=folder.content_hash,
         checkpoint=checkpoint.folder.resolve().name,
-        device=device or "cpu, layer by layer",
+        device=f"{device}, layer by layer",
         text=text,
         stored=stored,
         layers=numerics.layers,

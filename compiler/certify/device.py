@@ -1,33 +1,82 @@
-"""An engine as its users run it: loaded whole on its device, its logits of every token of some windows."""
+"""Where an engine's segments are run: on the CPU, or on a GPU (`certify.gpu`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+import ctypes
+from collections.abc import Callable, Hashable
 
 import torch
 
-from dsc.compiler.certify.steps import Windows
-from dsc.runtime.batch import Batch, Segment
-from dsc.runtime.engine import load
+from dsc.compiler.certify.runners import Bind, RunSegment
+from dsc.plugins.cpu_node import Made, Packs
+from dsc.runtime.artifact import EngineFolder
+from dsc.runtime.errors import DscError
+from dsc.runtime.executor import Executor
+from dsc.runtime.program import Program
+from dsc.runtime.weights import Weights
+
+PHASE = "prefill"
+M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
-def device_logits(path: Path, device: str, windows: Windows, rows: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    """At most `rows` rows at a time in the order of the windows: where they lie among all rows, logits [R, V] on the CPU.
+def open_device(folder: EngineFolder, name: str | None) -> tuple[torch.device, Bind]:
+    """The device of that name, "cpu" for None, and what binds an engine's prefill segments there.
 
-    A step gives as many logits as the engine's prefill graph has room for; a window goes on over the cache.
+    Raises DscError where the engine cannot be run on it, or its largest segment has no room there.
     """
-    engine = load(path, device, cache_tokens=max(map(len, windows)), prefix_reuse=False)  # one window at a time
-    block_tokens = engine.manifest.kv_cache.block_tokens
-    letters = engine.programs[engine.manifest.models["main"].phases["prefill"]].program.letters
-    size = min(rows, letters["T"], letters["R"])
-    at = 0
-    for window in windows:
-        blocks = engine.cache.pool.take(engine.cache.blocks_for(len(window)))
-        assert blocks is not None, (len(window), engine.cache.capacity_tokens)
-        for start in range(0, len(window), size):
-            piece = list(window[start : start + size])
-            batch = Batch.of([Segment(piece, start, blocks, logits=len(piece))], block_tokens)
-            yield slice(at, at + len(piece)), engine.forward(batch, phase="prefill").float().cpu()
-            at += len(piece)
-        engine.cache.pool.give(blocks)
+    if name in (None, "cpu"):
+        return torch.device("cpu"), bind_on_cpu(folder)
+    if folder.manifest.target == "cpu":
+        raise DscError(f"an engine for cpu cannot run on {name}", where=str(folder.path), wanted="cpu", got=name or "")
+    from dsc.compiler.certify.gpu import GpuSegments  # here: it wants the packages of the GPU extra
+    from dsc.runtime.cuda.backend import find_device
+
+    device = find_device(folder, name)
+    phases = [model.phases for model in folder.manifest.models.values()]
+    programs = [folder.program(graphs[PHASE]) for graphs in phases if PHASE in graphs]
+    return device, GpuSegments(folder, device, programs).bind
+
+
+def bind_on_cpu(folder: EngineFolder) -> Bind:
+    """Segments of an engine on the CPU, weights as stored. Raises DscError where they are laid out for a GPU's kernels."""
+    layouts = {entry.layout for entry in folder.manifest.tensors.values()} - {"row_major"}
+    if layouts:
+        raise DscError(
+            f"weights laid out for the kernels of {folder.manifest.target} cannot be run on the CPU",
+            where=str(folder.path),
+            wanted="row_major",
+            got=", ".join(sorted(layouts)),
+            try_="dsc verify --device cuda",
+        )
+
+    def bind(program: Program) -> RunSegment:
+        return_freed_memory()
+        weights = Weights(folder)
+        weights.packs = _ReleasingPacks(folder)
+        return Executor(program, folder, shared=weights).run
+
+    return bind
+
+
+def return_freed_memory() -> None:
+    """Have malloc, where it is glibc's, give back what was freed, and from now on at once what is freed of 1 MiB and more.
+
+    Otherwise weights of 2 to 32 MiB lie between what their packing freed, and a layer stays while the next one is made.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim"):
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 20)
+        libc.malloc_trim(0)
+
+
+class _ReleasingPacks(Packs):
+    """Packs that give back the pages a weight was read from before the next one is."""
+
+    def __init__(self, folder: EngineFolder) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def get(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        made = super().get(key, make)
+        self._folder.release_pages()
+        return made

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dsc.compiler.certify.device import device_logits
+from dsc.compiler.certify.device import PHASE
 from dsc.compiler.certify.measures import Predictions, compare_rows
-from dsc.compiler.certify.runners import Bind, Runner, Values, bind_engine, bind_reference
+from dsc.compiler.certify.reference import bind_reference
+from dsc.compiler.certify.runners import Bind, Runner, Values
 from dsc.compiler.certify.segments import Segment
 from dsc.compiler.certify.steps import Windows, make_steps
 from dsc.compiler.checkpoint import Checkpoint
@@ -26,8 +27,7 @@ from dsc.runtime.errors import DscError
 from dsc.runtime.program import Program
 
 ROWS = 128  # of logits in memory at once
-UNQUANTIZED = ("set_dtype", "quantize_weights")  # the passes that the reference leaves out
-PHASE = "prefill"
+UNQUANTIZED = ("set_dtype", "quantize_weights", "quantize_norms")  # the passes that the reference leaves out
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,21 @@ def measure(
     recipe: Recipe,
     checkpoint: Checkpoint,
     windows: Windows,
-    device: str | None = None,
+    device: torch.device,
+    engine: Bind,
 ) -> Numerics:
     """Feed the same windows to engine and reference and compare them after every layer and at the end.
 
-    device  where the engine is loaded as a whole for its logits; None: its head runs here like its layers
+    device  where the reference is computed; `engine` binds the engine's segments: see `certify.device`
     """
-    reference = _reference_programs(recipe, checkpoint)
-    main = _Pair(folder, reference, checkpoint, "main", windows)
+    reference = _reference_programs(recipe, checkpoint, device)
+    main = _Pair(folder, engine, reference, "main", windows)
     hidden = main.run({}, {})
-    end_to_end, chosen = main.predict(hidden, device)
+    end_to_end, chosen = main.predict(hidden)
     if "mtp" not in folder.manifest.models:
         return Numerics(main.layers, end_to_end, None)
     kept = _but_last(windows)
-    mtp = _Pair(folder, reference, checkpoint, "mtp", [window[1:] for window in windows])
+    mtp = _Pair(folder, engine, reference, "mtp", [window[1:] for window in windows])
     drafts = mtp.choose(mtp.run(*({"hidden": rows[kept]} for rows in hidden)))
     # Row i of MTP, fed with the token after i, drafts what main chooses at row i + 1.
     agreed = [float((draft == choice[kept + 1]).double().mean()) for draft, choice in zip(drafts, chosen, strict=True)]
@@ -71,17 +72,17 @@ class _Pair:
     def __init__(
         self,
         folder: EngineFolder,
+        engine: Bind,
         reference: Mapping[str, tuple[Program, Bind]],
-        checkpoint: Checkpoint,
         model: str,
         windows: Windows,
     ) -> None:
-        self.model, self.windows, self._folder = model, windows, folder
+        self.model, self.windows = model, windows
         self.layers: tuple[LayerErrors, ...] = ()
         block = folder.manifest.kv_cache.block_tokens
         program = folder.program(folder.manifest.models[model].phases[PHASE])
         limits = program.letters
-        self._engine = Runner(program, make_steps(windows, block, limits["T"], limits["B"]), bind_engine(folder))
+        self._engine = Runner(program, make_steps(windows, block, limits["T"], limits["B"]), engine)
         self._reference = Runner(reference[model][0], make_steps(windows, block), reference[model][1])
         self._pairs = list(zip(self._engine.segments, self._reference.segments, strict=True))
         for ours, theirs in self._pairs:
@@ -113,13 +114,11 @@ class _Pair:
         (hidden,) = self._pairs[-1][0].carried
         return ours[hidden], theirs[hidden]
 
-    def predict(
-        self, hidden: tuple[torch.Tensor, torch.Tensor], device: str | None
-    ) -> tuple[EndToEnd, tuple[torch.Tensor, torch.Tensor]]:
+    def predict(self, hidden: tuple[torch.Tensor, torch.Tensor]) -> tuple[EndToEnd, tuple[torch.Tensor, torch.Tensor]]:
         """How the predictions of all rows compare, and the likeliest token of each row of both."""
         targets = torch.tensor([token for window in self.windows for token in (*window[1:], -1)])
         predictions, chosen = Predictions(), []
-        for at, got, want in self._logits(hidden, device):
+        for at, got, want in self._logits(hidden):
             rows = targets[at] >= 0
             predictions.add(got[rows], want[rows], targets[at][rows])
             chosen.append((got.argmax(-1), want.argmax(-1)))
@@ -132,17 +131,10 @@ class _Pair:
         ours, theirs = (torch.cat(tokens) for tokens in zip(*pairs, strict=True))
         return ours, theirs
 
-    def _logits(
-        self, hidden: tuple[torch.Tensor, torch.Tensor], device: str | None = None
-    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    def _logits(self, hidden: tuple[torch.Tensor, torch.Tensor]) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Some rows after the other: where they lie, the engine's logits, the reference's."""
         segment, other = self._pairs[-1]
-        theirs = self._reference.head(other, ROWS)
-        if device is not None:
-            for at, logits in device_logits(self._folder.path, device, self.windows, ROWS):
-                yield at, logits, theirs(hidden[1][at])
-            return
-        ours = self._engine.head(segment, ROWS)
+        ours, theirs = self._engine.head(segment, ROWS), self._reference.head(other, ROWS)
         for start in range(0, len(hidden[0]), ROWS):
             at = slice(start, start + ROWS)
             yield at, ours(hidden[0][at]), theirs(hidden[1][at])
@@ -169,13 +161,16 @@ def _but_last(windows: Windows) -> torch.Tensor:
     return torch.tensor([row for row in range(sum(map(len, windows))) if row not in ends])
 
 
-def _reference_programs(recipe: Recipe, checkpoint: Checkpoint) -> dict[str, tuple[Program, Bind]]:
+def _reference_programs(
+    recipe: Recipe, checkpoint: Checkpoint, device: torch.device
+) -> dict[str, tuple[Program, Bind]]:
     """Each model's prefill program in float32 with the checkpoint's values, and what binds its segments."""
     graphs, _ = make_graphs(unquantized(recipe), checkpoint)
     found = {}
     for graph in graphs:
         if graph.info.phase == PHASE:
-            found[graph.info.model] = (lower(graph, onnx_sha256=""), bind_reference(gather([graph]), checkpoint.read))
+            bind = bind_reference(gather([graph]), checkpoint.read, device)
+            found[graph.info.model] = (lower(graph, onnx_sha256=""), bind)
     return found
 
 

@@ -1,4 +1,8 @@
-"""Cut a program into what comes before its layers, each layer, and what comes after: each a program of its own."""
+"""Cut a program into what comes before its layers, each layer, and what comes after: each a program of its own.
+
+A GPU's steps go with their nodes, and with them the scratch and the zeroed memory that they name. The arena keeps its size
+and places.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dsc.runtime.program import Program, ProgramNode
+from dsc.runtime.steps import operands_in
 
 HEAD_OP = "LmHead"
 
@@ -57,18 +62,29 @@ def _segment(
     read = [name for name in dict.fromkeys(read) if program.operands[name].role != "weight"]
     wanted = {name for node in later for name in node.inputs} | set(program.outputs)
     gives = [name for node in nodes for name in node.outputs if name in wanted]
-    operands = {name: program.operands[name] for node in nodes for name in (*read, *node.inputs, *node.outputs) if name}
-    # Handed over by value: what had a place in the arena is an input here.
+    used = dict.fromkeys((*read, *(name for node in nodes for name in (*node.inputs, *node.outputs) if name)))
+    operands = {name: program.operands[name] for name in (*used, *_beside(program, nodes))}
+    # Handed over by value: what had a place in the arena, or was another's memory, comes and goes by itself.
     for name in read:
-        if operands[name].role == "activation":
+        if operands[name].role != "state":
             operands[name] = replace(operands[name], role="input", offset=None, alias="")
+    for name in gives:
+        if operands[name].role == "activation":
+            operands[name] = replace(operands[name], role="output", offset=None)
+    name = f"{program.name}, layer {layer}" if layer is not None else program.name
     cut_out = replace(
-        program, name=f"{program.name}, layer {layer}" if layer is not None else program.name,
-        inputs=tuple(read), outputs=tuple(gives), operands=operands, nodes=tuple(nodes),
-    )  # fmt: skip
+        program, name=name, inputs=tuple(read), outputs=tuple(gives), operands=operands, nodes=tuple(nodes)
+    )
+    cut_out.check(name)
     return Segment(
         program=cut_out,
         layer=layer,
         carried=tuple(name for name in read if name not in program.inputs),
         gives=tuple(name for name in gives if program.operands[program.root(name)].role != "state"),
     )
+
+
+def _beside(program: Program, nodes: Sequence[ProgramNode]) -> list[str]:
+    """Memory that steps name and nodes do not: scratch, and what kernels leave zero."""
+    touched = (name for node in nodes for variant in node.variants for name in operands_in(variant.steps))
+    return [name for name in dict.fromkeys(touched) if program.operands[name].role in ("scratch", "zeroed")]

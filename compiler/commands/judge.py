@@ -54,7 +54,7 @@ def plan(
 @click.option("--text", type=PATH, help="A text to judge by. Default: documentation that every Python has.")
 @click.option("--windows", type=click.IntRange(1), default=8, show_default=True, help="Pieces of the text.")
 @click.option("--window-tokens", type=click.IntRange(2), default=512, show_default=True, help="Tokens of a piece.")
-@click.option("--device", help="Take the logits from the engine loaded there as a whole. Default: layer by layer here.")
+@click.option("--device", help="Where engine and unquantized model are run, layer by layer: cuda, cuda:1, cpu.  [cpu]")
 @click.option("--max-kl", type=float, help="Fail above this KL, in nats a token.")
 @click.option("--json", "as_json", is_flag=True, help="The certificate as JSON.")
 def verify(

@@ -12,7 +12,7 @@ import onnx_graphsurgeon as gs
 from onnx_graphsurgeon.logger import G_LOGGER
 
 from dsc.compiler.ir.weight import ONNX_DTYPES, Expression, WeightValues
-from dsc.plugins.schema import Attribute, Dim, Op, SchemaError, Type, load_op
+from dsc.plugins.schema import Attribute, Dim, Op, SchemaError, Type, Weight, load_op
 from dsc.runtime.spec import ModelSpec
 
 OPSET = 23
@@ -35,6 +35,7 @@ class GraphInfo:
     layers  decoder layer indices in this graph (main: 0..L-1; mtp: the MTP layer's index)
     bounds  largest value of each letter, for planning
     done    passes already run, in order
+    formats kind of format by weight class, as the recipe chose them; {} before weights are stored in formats
     """
 
     spec: ModelSpec
@@ -45,6 +46,7 @@ class GraphInfo:
     cache_dtype: str = "float32"
     block_tokens: int = 64
     done: tuple[str, ...] = ()
+    formats: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:
@@ -147,12 +149,16 @@ class Graph:
         slots: list[Tensor | None] = [None] * len(schema.slot_names())
         for slot, tensor in inputs.items():
             slots[schema.slot(slot)] = tensor
+        for operand in reversed(schema.inputs):  # optional ones at the end are left out, a weight's slots are not
+            if slots[-1] is not None or not operand.optional or isinstance(operand, Weight):
+                break
+            slots.pop()
         try:
             types, _ = schema.check([type_of(t) if t is not None else None for t in slots], attributes)
         except SchemaError as error:
             raise SchemaError(f"{name}: {error}") from error
         made = []
-        for operand, type_ in zip(schema.outputs, types, strict=True):
+        for operand, type_ in zip(schema.outputs_of(attributes), types, strict=True):
             given = outputs.get(operand.name, f"{name}.{operand.name}")
             if isinstance(given, str):
                 given = variable(given, type_)

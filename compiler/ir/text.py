@@ -45,6 +45,7 @@ _FACTS: dict[str, Callable[[str], Any]] = {
     "cache_dtype": str,
     "block_tokens": int,
     "done": lambda text: tuple(text.split()),
+    "formats": lambda text: dict(pair.split("=") for pair in text.split()),
 }
 
 
@@ -76,6 +77,7 @@ def header(info: GraphInfo) -> str:
         "cache_dtype": info.cache_dtype,
         "block_tokens": info.block_tokens,
         "done": " ".join(info.done),
+        "formats": " ".join(f"{name}={kind}" for name, kind in info.formats.items()),
     }
     return "".join(f"# {name}: {value}".rstrip() + "\n" for name, value in facts.items())
 

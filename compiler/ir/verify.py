@@ -160,7 +160,7 @@ def _aliased(node: Node) -> Iterator[tuple[Tensor, Tensor]]:
     """Each output of a node that is an input's memory, with that input."""
     if is_plugin(node):
         schema = schema_of(node)
-        for tensor, declared in zip(node.outputs, schema.outputs, strict=True):
+        for tensor, declared in zip(node.outputs, schema.outputs_of(node.attrs), strict=True):
             if declared.alias:
                 yield tensor, node.inputs[schema.slot(declared.alias)]
 

@@ -30,7 +30,7 @@ RATES = {
     ("bf16", "wint4"): 190e6, ("bf16", "wint8"): 340e6, ("bf16", "fp8"): 150e6,
 }  # fmt: skip
 COPIED_BYTES = 560e6  # read and looked through for NaN, a second and core
-WRITTEN_BYTES = 625e6  # a second and core: written, and hashed for their tensor and for their file
+WRITTEN_BYTES = 625e6  # a second and core: written, and hashed, which was done twice when this was measured
 LINEAR = ("experts", "attention", "kv_b", "dense_mlp", "shared_experts")  # what an FP8 checkpoint stores as FP8
 PROCESS_BYTES = 390_000_000  # Python, torch and the graphs of R1
 SPARE_BYTES = 16 << 20  # graphs, programs, tokenizer and manifest

@@ -23,7 +23,8 @@ from dsc.runtime.bench_floor import Rates
 FOLDER = "dsc.compiler.planning.kernel_times"
 TOKEN_US = 0.01  # orders steps whose least work is the same
 OTHER_WIDTHS, OTHER_FORMATS = "other widths", "other formats"
-MINOR = ("kv_b_format",)  # most of what attention reads is cache: its heads matter more
+# Most of what attention reads is cache: its heads matter more. Codes that a norm makes are left to its readers elsewhere.
+MINOR = ("kv_b_format", "quantize")
 OTHER_GROUP = 0.5  # how far apart 4-bit formats of two group sizes are, where another format is 1
 
 
@@ -84,6 +85,7 @@ class Table:
             return None
         alone = replace(step, experts=None)  # what was measured ran on one rank
         same = [e for e in found if (e.op.widths, e.op.formats) == (op.widths, op.formats)]
+        same = same or [e for e in found if (e.op.widths, _but_codes(e.op)) == (op.widths, _but_codes(op))]
         if same:
             times = [self._at(entry, alone) for entry in same]
             scaled = next((time.scaled for time in times if time.scaled), "")
@@ -91,7 +93,7 @@ class Table:
         least = min(_distance(entry.op, op) for entry in found)
         found = [entry for entry in found if _distance(entry.op, op) == least]
         us = self._scaled(op, step, [(entry.op, self._at(entry, alone).us) for entry in found], alone)
-        formats = any(entry.op.formats == op.formats for entry in found)
+        formats = any(_but_codes(entry.op) == _but_codes(op) for entry in found)
         return Estimate(us, OTHER_WIDTHS if formats else OTHER_FORMATS)
 
     def gap_us(self, sequences: int) -> float:
@@ -214,6 +216,11 @@ def _serves(entry: Entry, op: PlannedOp, step: Step) -> bool:
     """Whether an entry ran in such a phase, and in the same way."""
     same = entry.op.formats.get("mode") == op.formats.get("mode")
     return same and any(point.phase == step.phase for point in entry.points)
+
+
+def _but_codes(op: PlannedOp) -> Mapping[str, str]:
+    """Formats, except for the codes that a norm makes: where it was measured without, its readers were measured making them."""
+    return {name: text for name, text in op.formats.items() if name != "quantize"}
 
 
 def _distance(measured: PlannedOp, op: PlannedOp) -> float:

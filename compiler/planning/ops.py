@@ -62,6 +62,7 @@ class _Ops:
         self.cache_dtype = recipe.kv_cache.dtype
         set_dtype = next((entry.instance for entry in recipe.passes if entry.name == "set_dtype"), None)
         self.dtype = {"bf16": "bfloat16"}.get(getattr(set_dtype, "activations", "fp32"), "float32")
+        self.norms_quantize = any(entry.name == "quantize_norms" for entry in recipe.passes)
 
     def all(self) -> Iterator[PlannedOp]:
         spec = self.spec
@@ -69,16 +70,33 @@ class _Ops:
         table = {"dtype": self.dtype, "table_format": self._format("model.embed_tokens.weight")}
         hidden = {"D": spec.hidden_size}
         yield PlannedOp("embed_tokens", "Embedding", 1, {**hidden, "V": vocabulary}, table)
-        yield PlannedOp("layers.*.input_layernorm", "RmsNorm", 1, hidden, {})
+        attention = list(self._attention())
+        formats = _codes_for(attention) if self.norms_quantize else {}
+        yield PlannedOp("layers.*.input_layernorm", "RmsNorm", 1, hidden, formats)
         if spec.num_layers > 1:
-            yield PlannedOp("layers.*.input_layernorm", "AddRmsNorm", spec.num_layers - 1, hidden, {})
-        yield from self._attention()
-        yield PlannedOp("layers.*.post_attention_layernorm", "AddRmsNorm", spec.num_layers, hidden, {})
-        for layers in layer_kinds(spec):
-            yield from self._experts(len(layers)) if spec.is_moe(layers[0]) else self._dense(len(layers))
+            yield PlannedOp("layers.*.input_layernorm", "AddRmsNorm", spec.num_layers - 1, hidden, formats)
+        yield from attention
+        mlps = [
+            list(self._experts(len(layers)) if spec.is_moe(layers[0]) else self._dense(len(layers)))
+            for layers in layer_kinds(spec)
+        ]
+        for formats, count in self._norms_before(mlps):
+            yield PlannedOp("layers.*.post_attention_layernorm", "AddRmsNorm", count, hidden, formats)
+        for ops in mlps:
+            yield from ops
         yield PlannedOp("norm", "AddRmsNorm", 1, hidden, {})
         head = "model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
         yield PlannedOp("lm_head", "LmHead", 1, {**hidden, "V": vocabulary}, {"w_format": self._format(head)})
+
+    def _norms_before(self, mlps: Sequence[Sequence[PlannedOp]]) -> Iterator[tuple[dict[str, str], int]]:
+        """Formats of the norms, and of how many layers they are: one entry where all quantize alike."""
+        found: list[tuple[dict[str, str], int]] = []
+        for ops in mlps:
+            formats, count = _codes_for(ops) if self.norms_quantize else {}, ops[0].count
+            if found and found[-1][0] == formats:
+                count += found.pop()[1]
+            found.append((formats, count))
+        yield from found
 
     def _attention(self) -> Iterator[PlannedOp]:
         spec, count, prefix = self.spec, self.spec.num_layers, "model.layers.{}.self_attn"
@@ -159,3 +177,11 @@ class _Ops:
 
     def _format(self, weight: str) -> str:
         return self.weights[weight].format_name if self.weights[weight].format else ABSENT
+
+
+def _codes_for(readers: Sequence[PlannedOp]) -> dict[str, str]:
+    """What a norm says of the codes that it makes, by the first op after it that has weights."""
+    reader = next(op for op in readers if op.op in ("Linear", "Qkv", "Moe"))
+    names = ("w", "w_kv", "gate", "up", "shared_gate", "shared_up")
+    found = [reader.formats.get(f"{name}_format", ABSENT) for name in names]
+    return next(({"quantize": format_} for format_ in found if format_.startswith("fp8")), {})

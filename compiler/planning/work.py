@@ -112,7 +112,8 @@ def _experts(op: PlannedOp, step: Step) -> tuple[float, float]:
 
 
 def _activations(op: PlannedOp, step: Step) -> tuple[float, float]:
-    cost = load_op(op.op).cost(SimpleNamespace(**op.widths, T=step.tokens, R=step.sequences, MW=0))
+    quantize = op.formats.get("quantize", "")
+    cost = load_op(op.op).cost(SimpleNamespace(**op.widths, T=step.tokens, R=step.sequences, MW=0, quantize=quantize))
     return float(cost.bytes), float(cost.flop)
 
 

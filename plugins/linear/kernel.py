@@ -3,7 +3,7 @@
 A few tokens read every weight once, so memory sets the pace: K is split until all multiprocessors work, and the parts are
 added in a fixed order (the same sums in every run). `linear` is the Triton kernel that serves every format, dtype and
 width; wide 4-bit weights stream through `few_tokens.cu`, integer codes of whole steps of 128 columns on Hopper through
-`sm90_many_tokens.cu`; many tokens go to cuBLAS in bfloat16, integer codes after their dequantization.
+`sm90_many_tokens.cu`; many tokens go to cuBLAS, integer codes after their dequantization, on Hopper also codes of fp8.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ import triton.language as tl
 
 from dsc.plugins.formats import Format
 from dsc.plugins.gpu_node import GpuNode, Typed
-from dsc.plugins.linear import few_tokens, sm90_many_tokens
+from dsc.plugins.linear import cublas, few_tokens, sm90_many_tokens
 from dsc.plugins.linear.few_tokens import Few
 from dsc.plugins.linear.sm90_many_tokens import Many
 from dsc.plugins.triton_activations import quantize
 from dsc.plugins.triton_dequantize import dequantize
 from dsc.plugins.triton_weights import block_k, codes, math_of, product
-from dsc.runtime.steps import Gemm, Kernel, Matrix, Step, Variant
+from dsc.runtime.steps import SCALED_ROWS, Gemm, Kernel, Matrix, Step, Variant
 
 SMS = {80: 108, 90: 132, 100: 148}  # of the usual chip of an architecture: how often K is split aims at these
 SPLIT_TOKENS = 256  # more of them fill the chip without splits
 CLUSTERS = (1, 2, 4, 8)
 FIXED_STEPS = 6  # what a program costs before and after its loop, in steps of the loop
-# From so many tokens on, integer codes become bfloat16 once and cuBLAS multiplies; of small weights, so many values, sooner.
+# From so many tokens on, integer codes become bfloat16 once and cuBLAS multiplies; of small weights (values) sooner.
 DEQUANTIZE_TOKENS, DEQUANTIZE_TOKENS_SMALL, SMALL_VALUES = 1024, 257, 1 << 25
+DEQUANTIZE_TOKENS_ODD = 65  # of 4-bit weights that sm90_many_tokens.cu does not know, on Hopper
+GEMM8_TOKENS, GEMM8_TOKENS_SMALL = 65, 257  # from so many on, fp8 goes to cuBLASLt
+GATHER_ROWS = 65  # from so many on, rows are gathered for cuBLAS
 
 
 @triton.jit
@@ -130,7 +133,16 @@ class Gemm16:
     """cuBLAS in bfloat16, after integer codes were dequantized."""
 
 
-Way = Tile | Few | Many | Gemm16
+@dataclass(frozen=True)
+class Gemm8:
+    """cuBLASLt on e4m3 codes with scales of groups and blocks, of whole fours of tokens; `padded`: of any number, which
+    writes up to three rows behind the last.
+    """
+
+    padded: bool = False
+
+
+Way = Tile | Few | Many | Gemm16 | Gemm8
 Plan = tuple[int, Way]  # the most tokens that a way serves (0: any number), ascending
 
 FLOAT32: tuple[Plan, ...] = ((16, Tile(16, 64, False, stages=2)), (0, Tile(64, 64, False, warps=8, stages=2)))
@@ -189,38 +201,52 @@ def multiply(node: GpuNode, x: str, w: str, y: str, count: str = "T", rows: str 
     job = _Job.of(node, x, w, y, count, rows)
     plans = _needed(job.plans(), node.bounds.get(count, 0))
     parts, arrivals = job.scratch(plans)
-    before: dict[type[Way], tuple[Step, _Job]] = {}
+    before: dict[str, tuple[tuple[Step, ...], _Job]] = {}
     variants = []
     for most, way in plans:
         steps: list[Step] = []
-        at = job
-        kind = type(way)
-        if (kind is Tile and job.format.kind == "fp8") or kind is Many:
-            if kind not in before:
-                before[kind] = job.quantize() if kind is Tile else job.permute()
-            step, at = before[kind]
-            steps.append(step)
+        at, needed = job, job.needs(way)
+        if needed:
+            if needed not in before:
+                before[needed] = getattr(job, needed)()
+            made, at = before[needed]
+            steps += made
         if isinstance(way, Tile):
             steps.append(at.tile(way, at.splits(most, way), parts, arrivals))
         elif isinstance(way, Few):
             steps.append(at.few(way, parts, arrivals))
         elif isinstance(way, Many):
             steps.append(at.many(way, most))
-        else:
+        elif isinstance(way, Gemm16):
             steps += at.gemm()
-        variants.append(Variant(tuple(steps), f"{count} <= {most}" if most else ""))
+        else:
+            steps.append(at.gemm8(way))
+        variants.append(Variant(tuple(steps), _guard(count, most, way)))
     return tuple(variants)
+
+
+def _guard(count: str, most: int, way: Way) -> str:
+    if most:
+        return f"{count} <= {most}"
+    return f"{count} == {count}//{SCALED_ROWS}*{SCALED_ROWS}" if way == Gemm8() else ""
 
 
 def _needed(plans: Sequence[Plan], bound: int) -> list[Plan]:
     """The plans that steps of at most `bound` tokens (0: unknown) come to, the last one for any number."""
     needed = []
     for most, way in plans:
-        last = most == 0 or 0 < bound <= most
+        last = (most == 0 and way != Gemm8()) or 0 < bound <= most
         needed.append((0 if last else most, way))
         if last:
             break
     return needed
+
+
+def _upto(plans: Sequence[Plan], most: int) -> list[Plan]:
+    """The plans for at most so many tokens."""
+    fewer = [plan for plan in plans if 0 < plan[0] < most]
+    way = next(way for bound, way in plans if bound == 0 or bound >= most)
+    return [*fewer, (most, way)]
 
 
 def splits_of(slots: int, tiles: int, steps: int, choices: Sequence[int]) -> int:
@@ -269,28 +295,69 @@ class _Job:
         if many:
             tiles = (*(plan for plan in tiles if 0 < plan[0] < MANY_FROM), *MANY[kind])
         plans += [plan for plan in tiles if plan[0] == 0 or not plans or plan[0] > plans[-1][0]]
-        if self.format.kind != "fp8" and self.rows is None and self.y.dtype == "bfloat16":
-            last = plans.pop()[1]
-            if kind != "bf16":
-                most = self._dequantize_from() - 1
-                plans = [*(plan for plan in plans if plan[0] < most), (most, last)]
-            plans.append((0, Gemm16()))
-        return plans
+        if kind == "bf16":
+            return [*(plans[:-1] if self.rows is None else _upto(plans, GATHER_ROWS - 1)), (0, Gemm16())]
+        if self.rows is not None or self.y.dtype != "bfloat16":
+            return plans
+        if kind == "fp8":
+            return self._with_gemm8(plans)
+        return [*_upto(plans, self._dequantize_from(many) - 1), (0, Gemm16())]
 
-    def _dequantize_from(self) -> int:
+    def _with_gemm8(self, plans: list[Plan]) -> list[Plan]:
+        if not cublas.takes_codes(self.format, self.x.dtype, (self.n, self.k), self.node.arch):
+            return plans
+        begin = GEMM8_TOKENS_SMALL if self.n * self.k < SMALL_VALUES else GEMM8_TOKENS
+        few = _upto(plans, begin - 1)
+        bound = self.node.bounds.get(self.count, 0)
+        if bound and bound % SCALED_ROWS == 0:  # then there is room behind any number of rows
+            return [*few, (0, Gemm8()), (0, Gemm8(padded=True))]
+        return [*few, (0, Gemm8()), *(plan for plan in plans if not 0 < plan[0] < begin)]
+
+    def _dequantize_from(self, many: bool) -> int:
+        if self.format.kind == "wint4" and self.node.arch.name == "sm_90a" and not many:
+            return DEQUANTIZE_TOKENS_ODD
         return DEQUANTIZE_TOKENS_SMALL if self.n * self.k < SMALL_VALUES else DEQUANTIZE_TOKENS
 
-    def quantize(self) -> tuple[Step, _Job]:
-        """The step that quantizes the activations, and the job on their codes."""
-        step, made, scales = quantize(
-            self.node, self.x, self.k, self.count, ue8m0=self.format.ue8m0, rows=self.rows, name=self.w
-        )
-        return step, replace(self, x=codes(made, self.format, self.math), x_scales=scales, rows=None)
+    def needs(self, way: Way) -> str:
+        """The method that makes x what a way multiplies by, "" for none."""
+        if isinstance(way, Many):
+            return "permute"
+        if isinstance(way, Gemm8) and way.padded:
+            return "quantize_padded"
+        if isinstance(way, Tile | Gemm8) and self.format.kind == "fp8":
+            return "quantize"
+        return "gather" if isinstance(way, Gemm16) and self.rows is not None else ""
 
-    def permute(self) -> tuple[Step, _Job]:
+    def quantize(self, multiple: int = 1) -> tuple[tuple[Step, ...], _Job]:
+        """Steps that quantize the activations, unless their norm did, and the job on their codes; rows of scales of a multiple
+        of tokens.
+        """
+        steps, made, scales = quantize(
+            self.node,
+            self.x,
+            self.k,
+            self.count,
+            ue8m0=self.format.ue8m0,
+            rows=self.rows,
+            name=self.w,
+            multiple=multiple,
+        )
+        return steps, replace(self, x=codes(made, self.format, self.math), x_scales=scales, rows=None)
+
+    def quantize_padded(self) -> tuple[tuple[Step, ...], _Job]:
+        """As `quantize`, with rows of scales as cuBLASLt takes them."""
+        return self.quantize(SCALED_ROWS)
+
+    def permute(self) -> tuple[tuple[Step, ...], _Job]:
         """The step that permutes the activations' columns, and the job on them."""
         step, x = sm90_many_tokens.permute(self.node, self.format, self.x, self.rows, self.count, self.k, self.w)
-        return step, replace(self, x=x, rows=None)
+        return (step,), replace(self, x=x, rows=None)
+
+    def gather(self) -> tuple[tuple[Step, ...], _Job]:
+        """The step that copies the rows of x that count, and the job on them."""
+        assert self.rows is not None, self.w
+        step, x = cublas.gather(self.node, self.x, self.rows, self.count, self.k, self.w)
+        return (step,), replace(self, x=x, rows=None)
 
     def splits(self, most: int, tile: Tile) -> int:
         """Into how many parts a tile's launch for at most so many tokens splits K."""
@@ -398,8 +465,18 @@ class _Job:
             steps.append(dequantize(self.node, self.w, self.n, self.k, weight))
         a = Matrix(self.x.pointer, "bfloat16", self.k)
         b = Matrix(weight.pointer, "bfloat16", self.k, transposed=True)
-        c = Matrix(self.y.pointer, "bfloat16", self.n)
+        c = Matrix(self.y.pointer, self.y.dtype, self.n)
         return [*steps, Gemm(a, b, c, m=self.count, n=self.n, k=self.k)]
+
+    def gemm8(self, way: Gemm8) -> Gemm:
+        """The step on codes of x and their scales."""
+        assert self.x_scales is not None, self.w
+        a = Matrix(self.x.pointer, "float8_e4m3fn", self.k)
+        b = Matrix(self.node.at(self.w).pointer, "float8_e4m3fn", self.k, transposed=True)
+        c = Matrix(self.y.pointer, self.y.dtype, self.n)
+        scales = self.x_scales.pointer, self.node.at(f"{self.w}.scales").pointer
+        rows = f"ceil_div({self.count},{SCALED_ROWS})*{SCALED_ROWS}" if way.padded else self.count
+        return Gemm(a, b, c, m=rows, n=self.n, k=self.k, a_scales=scales[0], b_scales=scales[1])
 
 
 def lower(node: GpuNode) -> tuple[Variant, ...]:

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from dsc.plugins.cpu_linear import MANY, Product, can_join, join_rows, make_product
-from dsc.plugins.cpu_node import CASTS, CpuNode, Run
-from dsc.plugins.stored import StoredWeight
+from dsc.plugins.cpu_node import CASTS, CpuNode, Run, StepMemo
+from dsc.plugins.stored import Quantized, StoredWeight, given_codes
 from dsc.plugins.swiglu.cpu import swiglu
 
 
@@ -27,13 +27,20 @@ def bind(node: CpuNode) -> Run:
     routed = _bind_mlps(node, ("gate", "up", "down"), dtype)
     if "shared_gate" not in node.weights:
         experts = Experts(*routed)
-        return lambda step, x, ids, weights: (cast(experts(x, ids, weights)),)
+        return lambda step, x, ids, weights, *codes: (cast(experts(x, ids, weights, given_codes(*codes))),)
     shared = _bind_mlps(node, ("shared_gate", "shared_up", "shared_down"), dtype)
     if _alike(node):
         together = Experts(routed[0] + shared[0], routed[1] + shared[1], last_for_all=True)
-        return lambda step, x, ids, weights: (cast(together(x, ids, weights)),)
+        return lambda step, x, ids, weights, *codes: (cast(together(x, ids, weights, given_codes(*codes))),)
     experts, beside = Experts(*routed), Experts(*shared)
-    return lambda step, x, ids, weights: (cast(experts(x, ids, weights).add_(beside.first(x))),)
+
+    def run(
+        step: StepMemo, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *codes: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        quantized = given_codes(*codes)
+        return (cast(experts(x, ids, weights, quantized).add_(beside.first(x, quantized))),)
+
+    return run
 
 
 def _alike(node: CpuNode) -> bool:
@@ -53,28 +60,30 @@ class Experts:
         self._last_for_all = last_for_all
         self._edges = np.arange(len(down) + 1)
 
-    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, quantized: Quantized | None = None
+    ) -> torch.Tensor:
         """float32 [T, D]: the weighted sum of each token's experts; an id of -1 adds nothing."""
+        prepared = self._gate_up[0].prepare(x, quantized)
         tokens, chosen = ids.shape
         ids_TK, weights_TK = ids.numpy(), weights.numpy()
         if self._last_for_all:
             ids_TK = np.concatenate((ids_TK, np.full((tokens, 1), len(self._down) - 1, np.int32)), 1)
             weights_TK = np.concatenate((weights_TK, np.ones((tokens, 1), np.float32)), 1)
         if tokens * chosen >= len(self._down):
-            return self._by_expert(x, ids_TK, weights_TK)
+            return self._by_expert(prepared, ids_TK, weights_TK)
         experts = ids_TK.ravel().tolist()
         # Padding is rare where tokens are few; sorting deals with it.
         few = -1 not in experts and experts
-        return self._by_token(x, experts, weights_TK) if few else self._by_expert(x, ids_TK, weights_TK)
+        return self._by_token(prepared, experts, weights_TK) if few else self._by_expert(prepared, ids_TK, weights_TK)
 
-    def first(self, x: torch.Tensor) -> torch.Tensor:
+    def first(self, x: torch.Tensor, quantized: Quantized | None = None) -> torch.Tensor:
         """The first MLP alone, [T, D]."""
-        return self._down[0](swiglu(self._gate_up[0](x)))
+        return self._down[0](swiglu(self._gate_up[0](x, quantized)))
 
-    def _by_token(self, x: torch.Tensor, experts: list[int], weights_TK: NDArray[np.float32]) -> torch.Tensor:
+    def _by_token(self, prepared: torch.Tensor, experts: list[int], weights_TK: NDArray[np.float32]) -> torch.Tensor:
         """Pair by pair, without sorting and gathering: while few tokens share an expert, it has little to gain."""
         tokens, chosen = weights_TK.shape
-        prepared = self._gate_up[0].prepare(x)
         rows = (
             [prepared] * chosen
             if tokens == 1
@@ -84,9 +93,11 @@ class Experts:
         out_PD = _apply(self._down, experts, self._down[0].prepare(hidden_PF).unsqueeze(1).unbind(0)).float().numpy()
         return torch.from_numpy(np.matmul(weights_TK[:, None], out_PD.reshape(tokens, chosen, -1))[:, 0])
 
-    def _by_expert(self, x: torch.Tensor, ids_TK: NDArray[np.int32], weights_TK: NDArray[np.float32]) -> torch.Tensor:
+    def _by_expert(
+        self, prepared: torch.Tensor, ids_TK: NDArray[np.int32], weights_TK: NDArray[np.float32]
+    ) -> torch.Tensor:
         """Pairs sorted by expert, so that those of one are rows that follow each other; ids of -1 come first, and go."""
-        y = x.new_zeros(x.shape, dtype=torch.float32)
+        y = prepared.new_zeros(prepared.shape, dtype=torch.float32)
         ids_P = ids_TK.ravel()
         order_P = ids_P.argsort(kind="stable")
         starts = ids_P[order_P].searchsorted(self._edges).tolist()
@@ -97,7 +108,6 @@ class Experts:
         order_P = order_P[starts[0] :]
         tokens_P = torch.from_numpy(order_P // ids_TK.shape[1])
         weights_P1 = torch.from_numpy(weights_TK.ravel()[order_P]).unsqueeze(1)
-        prepared = self._gate_up[0].prepare(x)
         if len(order_P) >= MANY * len(hit):
             parts = zip(hit, tokens_P.split_with_sizes(sizes), weights_P1.split_with_sizes(sizes), strict=True)
             return self._add_wide(y, prepared.float(), parts)

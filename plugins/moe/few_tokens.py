@@ -64,7 +64,7 @@ def few_steps(work: Work, case: Few, most: int, late: bool) -> tuple[tuple[Kerne
     late   the steps before gate and up and before down make nothing that these read
     """
     sets = [work.routed, *([work.shared] if work.shared and joins(work, case) else [])]
-    quantized = tuple(dict.fromkeys(work.quantized(e)[0] for e in sets if _as_codes(work, e)))
+    quantized = tuple(dict.fromkeys(step for e in sets if _as_codes(work, e) for step in work.quantized(e)[0]))
     return quantized, _gate_up(work, case, most, sets, late), _down(work, case, most, sets, late)
 
 

@@ -81,8 +81,10 @@ class Work:
         width = self.node.width("D") * (4 if self.out.dtype == "float32" else 2)
         return self.node.at(self.out.pointer.operand, offset=f"{self.node.width('K')}*T*{width}")
 
-    def quantized(self, experts: Experts) -> tuple[Kernel, Typed, Typed]:
-        """The step that quantizes x for a set of experts in fp8, the codes and their scales: the same for both sets."""
+    def quantized(self, experts: Experts) -> tuple[tuple[Kernel, ...], Typed, Typed]:
+        """Steps that quantize x for a set of experts in fp8, the codes and their scales: the same for both sets. No step where
+        the norm before did it.
+        """
         node, ue8m0 = self.node, self.formats(experts)[0].ue8m0
         return quantize(node, node.at("x"), node.width("D"), "T", ue8m0=ue8m0, name="x.ue8m0" if ue8m0 else "x")
 

@@ -194,8 +194,8 @@ class _Set:
         """Steps, what enters gate and up, and its scales."""
         gate = self.formats[0]
         if gate.kind == "fp8":
-            step, x, x_scales = self.work.quantized(self.experts)
-            return (step,), codes(x, gate, self.math[0]), x_scales
+            steps, x, x_scales = self.work.quantized(self.experts)
+            return steps, codes(x, gate, self.math[0]), x_scales
         if self._planes[0]:
             step, x = self.work.planes()
             return (step,), x, None

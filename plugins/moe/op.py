@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from dsc.plugins.activation_codes import TAKEN_DOC, taken
 from dsc.plugins.schema import F32, FLOATS, I32, Cost, Op, Tensor, Weight
 
 
@@ -24,13 +25,15 @@ OP = Op(
         Weight("shared_gate", "FS D", optional=True),
         Weight("shared_up", "FS D", optional=True),
         Weight("shared_down", "D FS", optional=True),
+        *taken("D"),
     ),
     outputs=(Tensor("y", "T D", FLOATS, like="x"),),
     cost=cost,
-    doc="""y[t] = sum over k of weights[t, k] * expert(ids[t, k])(x[t]) + shared(x[t]).
+    doc=f"""y[t] = sum over k of weights[t, k] * expert(ids[t, k])(x[t]) + shared(x[t]).
 
     An expert is down(silu(gate x) * up x). An id of -1 adds nothing. The shared expert has weight 1 and its three
     operands come together or not at all; an absent one's `shared_*_format` is not looked at.
     With fp8 weights what enters a product is quantized first, 1x128, the intermediate as well as x.
+    {TAKEN_DOC}
     """,
 )

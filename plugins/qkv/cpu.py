@@ -12,6 +12,7 @@ from dsc.plugins.cpu_node import CASTS, CpuNode, Run, StepMemo
 from dsc.plugins.latent_cache import cache_rows
 from dsc.plugins.norm import Norm
 from dsc.plugins.rope import step_turns
+from dsc.plugins.stored import given_codes
 
 
 class Written(NamedTuple):
@@ -32,8 +33,9 @@ def bind(node: CpuNode) -> Run:
     cos, sin = node.constants["cos"], node.constants["sin"]
 
     def run(step: StepMemo, x: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        positions, slots, cache = others[-3:]  # an absent q_norm comes before them
-        made = products[0](x) if len(products) == 1 else torch.cat([product(x) for product in products], -1)
+        positions, slots, cache, codes, scales = others[-5:]  # an absent q_norm comes before them
+        parts = [product(x, given_codes(codes, scales)) for product in products]
+        made = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         exact = made.float().numpy()  # of this call's own memory
         if q_norm is not None:
             q_norm.rows(exact[:, :q_width], exact[:, :q_width])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import triton
 import triton.language as tl
 
@@ -9,10 +11,10 @@ from dsc.plugins.gpu_node import GpuNode, Typed
 from dsc.plugins.linear.kernel import multiply
 from dsc.plugins.triton_rope import rotate_rows
 from dsc.runtime.errors import DscError
-from dsc.runtime.expressions import parse_guard
-from dsc.runtime.steps import Kernel, Step, Variant
+from dsc.runtime.steps import Kernel, Variant
 
 COPY_BLOCK = 1024
+NO_BOUND = 1 << 62
 
 
 @triton.jit
@@ -112,26 +114,32 @@ def _name(typed: Typed) -> str:
     return typed.pointer.operand
 
 
-def _most(variant: Variant) -> int | None:
-    """The bound of a guard `T <= n`; None where there is none."""
-    comparisons = parse_guard(variant.guard).comparisons
-    assert len(comparisons) <= 1, variant.guard
-    return int(str(comparisons[0][2])) if comparisons else None
-
-
 def _both(first: tuple[Variant, ...], second: tuple[Variant, ...]) -> list[Variant]:
-    """Variants whose steps are those of both, in order; guards of both are upper bounds of T."""
-    bounds = {_most(variant) for variant in (*first, *second)}
-    ordered: list[int | None] = [*sorted(bound for bound in bounds if bound is not None), None]
+    """Variants whose steps are those of both, in order. A guard of either is an upper bound of T, or says something else."""
+    made: dict[frozenset[str], Variant] = {}
+    for few, more, one in _served(first):
+        for fewest, most, other in _served(second):
+            bound = min(more, most)
+            parts = [f"T <= {bound}"] if bound < NO_BOUND else []
+            parts += dict.fromkeys(v.guard for v in (one, other) if v.guard and _bound(v) is None)
+            if max(few, fewest) < bound and not any(before <= set(parts) for before in made):
+                made[frozenset(parts)] = Variant((*one.steps, *other.steps), " and ".join(parts))
+    return list(made.values())
 
-    def steps(variants: tuple[Variant, ...], bound: int | None) -> tuple[Step, ...]:
-        found = (v for v in variants if (most := _most(v)) is None or (bound is not None and bound <= most))
-        return next(found).steps
 
-    return [
-        Variant((*steps(first, bound), *steps(second, bound)), "" if bound is None else f"T <= {bound}")
-        for bound in ordered
-    ]
+def _served(variants: tuple[Variant, ...]) -> Iterator[tuple[int, int, Variant]]:
+    """Every variant, with the tokens that it serves more than and at most."""
+    few = 0
+    for variant in variants:
+        bound = _bound(variant)
+        yield few, NO_BOUND if bound is None else bound, variant
+        few = few if bound is None else bound
+
+
+def _bound(variant: Variant) -> int | None:
+    """n of a guard `T <= n`; None of others."""
+    left, _, right = variant.guard.partition(" <= ")
+    return int(right) if left == "T" else None
 
 
 def _rows(node: GpuNode, projected: Typed | None, pitch: int, kv: Typed, kv_pitch: int) -> Kernel:

@@ -6,7 +6,7 @@ import torch
 
 from dsc.plugins.latent_cache import cache_rows
 from dsc.plugins.rope import rotate
-from dsc.plugins.stored import StoredWeight, linear
+from dsc.plugins.stored import StoredWeight, given_codes, linear
 
 
 def reference(
@@ -21,6 +21,8 @@ def reference(
     positions: torch.Tensor,
     slots: torch.Tensor,
     cache: torch.Tensor,
+    x_codes: torch.Tensor | None = None,
+    x_scales: torch.Tensor | None = None,
     q_width: int,
     q_lora: int,
     heads: int,
@@ -34,9 +36,10 @@ def reference(
     joint: int,
 ) -> tuple[torch.Tensor, ...]:
     """q [T, q_width], latent [T, latent], k_rope [T, rope] in x's dtype, and `cache` with the tokens appended."""
-    projected = linear(x, w)
+    quantized = given_codes(x_codes, x_scales)
+    projected = linear(x, w, quantized)
     if w_kv is not None:
-        projected = torch.cat((projected, linear(x, w_kv)), -1)
+        projected = torch.cat((projected, linear(x, w_kv, quantized)), -1)
     q, latents, keys = projected.split_with_sizes((q_width, latent, rope), -1)
     if q_norm is not None:
         q = _norm(q, q_norm, epsilon)

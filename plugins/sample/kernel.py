@@ -17,6 +17,7 @@ from dsc.runtime.steps import Kernel, Variant
 
 SPLIT = 4096  # logits of one program that reads a part of a row
 THRESHOLDS = 8
+AHEAD = 64  # parts whose rows a program looks at together
 CHUNK = 512  # logits compared with all thresholds at a time
 CANDIDATES = 4096  # tokens at the head of a row that are searched without reading it again
 WINDOW = 2048  # tokens of a row without so short a head that are searched without reading it again, and read at a time
@@ -76,64 +77,101 @@ def sample_scan(
     """Of each part of a row: floats[r, :, s] = largest logit, their sum of exponentials, largest and smallest allowed;
     ints[r, :, s] = where the largest allowed is, how many are allowed. A NaN makes the largest logit infinite.
 
-    Greedy rows do without the smallest and the number.
+    Greedy rows do without the smallest and the number, and where all is allowed also without a look at every token's bit.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = split * SPLIT + tl.arange(0, SPLIT)
-    raw, values = _load(logits + row * V, token_mask + row * W, at, V)
-    raw = tl.where(raw != raw, float("inf"), raw)
-    values = tl.where(values != values, float("-inf"), values)
+    raw = tl.load(logits + row * V + at, at < V, float("-inf"))
+    word = split * (SPLIT // 32) + tl.arange(0, SPLIT // 32)
+    masked = tl.max((tl.load(token_mask + row * W + word, word < W, -1) != -1).to(tl.int32), 0)
+    sampled = tl.load(temperature + row) != 0.0
     largest = tl.max(raw, 0)
-    # One maximum finds the largest and the first that has it.
-    best = tl.max((_key(values).to(tl.int64) << 32) | (0x7FFFFFFF - at), 0)
-    total = tl.sum(tl.exp(tl.where(raw > float("-inf"), raw - largest, float("-inf"))), 0)
+    # Nothing is subtracted where all are -inf; a NaN among the logits makes the sum one.
+    total = tl.sum(tl.exp(raw - tl.where(largest > float("-inf"), largest, 0.0)), 0)
     to = floats + row * 4 * S + split
-    tl.store(to, largest)
+    if sampled | (masked != 0):
+        _, values = _load(logits + row * V, token_mask + row * W, at, V)
+        values = tl.where(values != values, float("-inf"), values)
+        best = tl.max(values, 0)
+        where = tl.min(tl.where(values == best, at, 0x7FFFFFFF), 0)
+        if sampled:
+            allowed = values > float("-inf")
+            tl.store(to + 3 * S, tl.min(tl.where(allowed, values, float("inf")), 0))
+            tl.store(ints + row * 2 * S + S + split, tl.sum(allowed.to(tl.int32), 0))
+    else:
+        best = tl.where(largest == 0.0, 0.0, largest)
+        where = tl.min(tl.where(raw == largest, at, 0x7FFFFFFF), 0)
+    tl.store(to, tl.where(total != total, float("inf"), largest))
     tl.store(to + S, total)
-    tl.store(to + 2 * S, _value((best >> 32).to(tl.int32)))
-    tl.store(ints + row * 2 * S + split, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32))
-    if tl.load(temperature + row) != 0.0:
-        allowed = values > float("-inf")
-        tl.store(to + 3 * S, tl.min(tl.where(allowed, values, float("inf")), 0))
-        tl.store(ints + row * 2 * S + S + split, tl.sum(allowed.to(tl.int32), 0))
+    tl.store(to + 2 * S, best)
+    tl.store(ints + row * 2 * S + split, where)
+
+
+@triton.jit
+def _any_sampled(temperature, first, step, parts, S: tl.constexpr, AHEAD: tl.constexpr):
+    """Whether one of the parts `first`, `first + step`, ... (AHEAD of them) belongs to a row that is not greedy."""
+    part = first + tl.arange(0, AHEAD) * step
+    return tl.max((tl.load(temperature + part // S, part < parts, 0.0) != 0.0).to(tl.int32), 0) != 0
 
 
 @triton.jit
 def sample_coarse(
-    logits, token_mask, temperature, min_p, floats, thresholds, masses, counts, V: tl.constexpr, W: tl.constexpr,
-    S: tl.constexpr, S2: tl.constexpr, SPLIT: tl.constexpr, K: tl.constexpr, PDL: tl.constexpr,
+    logits, token_mask, temperature, min_p, floats, thresholds, masses, counts, R, V: tl.constexpr, W: tl.constexpr,
+    S: tl.constexpr, S2: tl.constexpr, SPLIT: tl.constexpr, K: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of each part of a row that is not greedy: masses[r, s, :] and counts[r, s, :] of what reaches each of the row's K
-    thresholds; masses[r, s, K] all, masses[r, s, K + 1] of tokens with at least min_p of the largest probability."""
+    thresholds; masses[r, s, K] all, masses[r, s, K + 1] of tokens with at least min_p of the largest probability.
+
+    Programs take parts in turn: one a part would cost greedy rows as much as their scan.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    heat = tl.load(temperature + row)
-    if heat != 0.0:
-        splits = tl.arange(0, S2)
-        largest = tl.max(tl.load(floats + row * 4 * S + 2 * S + splits, splits < S, float("-inf")), 0)
-        floor = tl.load(min_p + row).to(tl.float64)
-        at = split * SPLIT + tl.arange(0, SPLIT)
-        _, values = _load(logits + row * V, token_mask + row * W, at, V)
-        allowed = values > float("-inf")
-        ratio = tl.exp((values - largest).to(tl.float64) / heat.to(tl.float64))
-        weights = tl.where(allowed, (ratio * ONE + 0.5).to(tl.int64), 0)
-        keys = tl.where(allowed, _key(values), LOWEST)
-        to = row * S + split
-        for k in tl.static_range(K):
-            # Distances below the largest grow: where the mass is, thresholds are close.
-            threshold = tl.maximum(_key(largest - heat * (FAR * ((k + 1) * (k + 1)) / (K * K))), LOWEST + 1)
-            reached = keys >= threshold
-            tl.store(masses + to * (K + 2) + k, tl.sum(tl.where(reached, weights, 0), 0))
-            tl.store(counts + to * K + k, tl.sum(reached.to(tl.int32), 0))
-            if split == 0:
-                tl.store(thresholds + row * K + k, threshold)
-        tl.store(masses + to * (K + 2) + K, tl.sum(weights, 0))
-        tl.store(masses + to * (K + 2) + K + 1, tl.sum(tl.where(ratio >= floor, weights, 0), 0))
+    part, step = tl.program_id(0), tl.num_programs(0)
+    while part < R * S:
+        upto = tl.minimum(part + step * AHEAD, R * S)
+        if _any_sampled(temperature, part, step, R * S, S, AHEAD):
+            while part < upto:
+                row, split = (part // S).to(tl.int64), part % S
+                heat = tl.load(temperature + row)
+                if heat != 0.0:
+                    _coarse(
+                        logits + row * V, token_mask + row * W, heat, tl.load(min_p + row), floats + row * 4 * S,
+                        thresholds + row * K, masses + (row * S + split) * (K + 2), counts + (row * S + split) * K, split,
+                        V, S, S2, SPLIT, K,
+                    )  # fmt: skip
+                part += step
+        else:
+            part += step * AHEAD
+
+
+@triton.jit
+def _coarse(
+    logits, token_mask, heat, min_p, floats, thresholds, masses, counts, split, V: tl.constexpr, S: tl.constexpr,
+    S2: tl.constexpr, SPLIT: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """The part of `sample_coarse` that is one part of a row."""
+    splits = tl.arange(0, S2)
+    largest = tl.max(tl.load(floats + 2 * S + splits, splits < S, float("-inf")), 0)
+    at = split * SPLIT + tl.arange(0, SPLIT)
+    _, values = _load(logits, token_mask, at, V)
+    allowed = values > float("-inf")
+    ratio = tl.exp((values - largest).to(tl.float64) / heat.to(tl.float64))
+    weights = tl.where(allowed, (ratio * ONE + 0.5).to(tl.int64), 0)
+    keys = tl.where(allowed, _key(values), LOWEST)
+    for k in tl.static_range(K):
+        # Distances below the largest grow: where the mass is, thresholds are close.
+        threshold = tl.maximum(_key(largest - heat * (FAR * ((k + 1) * (k + 1)) / (K * K))), LOWEST + 1)
+        reached = keys >= threshold
+        tl.store(masses + k, tl.sum(tl.where(reached, weights, 0), 0))
+        tl.store(counts + k, tl.sum(reached.to(tl.int32), 0))
+        if split == 0:
+            tl.store(thresholds + k, threshold)
+    tl.store(masses + K, tl.sum(weights, 0))
+    tl.store(masses + K + 1, tl.sum(tl.where(ratio >= min_p.to(tl.float64), weights, 0), 0))
 
 
 @triton.jit
@@ -157,49 +195,70 @@ def _uniform(seed, position):
 @triton.jit
 def sample_gather(
     logits, token_mask, temperature, top_p, top_k, seeds, positions, ints, thresholds, masses, counts, candidates,
-    lengths, V: tl.constexpr, W: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, SPLIT: tl.constexpr, K: tl.constexpr,
-    CANDIDATES: tl.constexpr, PDL: tl.constexpr,
+    lengths, R, V: tl.constexpr, W: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, SPLIT: tl.constexpr,
+    K: tl.constexpr, CANDIDATES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """candidates[r] = keys, then indices, of the tokens from the largest on down to the threshold that the first search
     of the row cannot pass, in the order of their indices; lengths[r] = how many, whether or not they have room."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if tl.load(temperature + row) != 0.0:
-        splits, k = tl.arange(0, S2), tl.arange(0, K)
-        real = splits < S
-        allowed = tl.sum(tl.load(ints + row * 2 * S + S + splits, real, 0), 0)
-        parts = masses + row * S * (K + 2) + splits * (K + 2)
-        kept = tl.sum(tl.load(parts + K, real, 0), 0)
-        above = tl.sum(tl.load(parts + K + 1, real, 0), 0)
-        most, share = tl.load(top_k + row), tl.load(top_p + row)
-        stage = tl.where((most > 0) & (most < allowed), 0, tl.where(share < 1.0, 1, 2))
-        kept = tl.where(stage == 2, tl.minimum(kept, above), kept)
-        goal = _goal(stage, kept, share, most, _uniform(tl.load(seeds + row), tl.load(positions + row)))
-        mass_K = tl.sum(tl.load(parts[:, None] + k[None, :], real[:, None], 0), 0)
-        number_SK = tl.load(counts + row * S * K + splits[:, None] * K + k[None, :], real[:, None], 0)
-        number_K = tl.sum(number_SK, 0)
-        reached = tl.where(stage == 0, number_K.to(tl.int64), mass_K) > goal
-        chosen = tl.min(tl.where(reached, k, K), 0)
-        length = tl.where(chosen < K, tl.sum(tl.where(k == chosen, number_K, 0), 0), allowed)
-        if split == 0:
-            tl.store(lengths + row, length)
-        if length <= CANDIDATES:
-            low = tl.load(thresholds + row * K + tl.minimum(chosen, K - 1))
-            low = tl.where(chosen < K, low, LOWEST + 1)
-            own = tl.where((splits < split)[:, None] & (k == chosen)[None, :], number_SK, 0)
-            first = tl.sum(tl.sum(own, 1), 0)
-            earlier = tl.load(ints + row * 2 * S + S + splits, splits < split, 0)
-            first = tl.where(chosen < K, first, tl.sum(earlier, 0))
-            at = split * SPLIT + tl.arange(0, SPLIT)
-            _, values = _load(logits + row * V, token_mask + row * W, at, V)
-            keys = _key(values)
-            inside = (keys >= low) & (values > float("-inf"))
-            if tl.sum(inside.to(tl.int32), 0) > 0:
-                to = candidates + row * 2 * CANDIDATES + first + tl.cumsum(inside.to(tl.int32), 0) - 1
-                tl.store(to, keys, inside)
-                tl.store(to + CANDIDATES, at, inside)
+    part, step = tl.program_id(0), tl.num_programs(0)
+    while part < R * S:
+        upto = tl.minimum(part + step * AHEAD, R * S)
+        if _any_sampled(temperature, part, step, R * S, S, AHEAD):
+            while part < upto:
+                row, split = (part // S).to(tl.int64), part % S
+                if tl.load(temperature + row) != 0.0:
+                    _gather_part(
+                        logits + row * V, token_mask + row * W, tl.load(top_p + row), tl.load(top_k + row),
+                        _uniform(tl.load(seeds + row), tl.load(positions + row)), ints + row * 2 * S + S,
+                        thresholds + row * K, masses + row * S * (K + 2), counts + row * S * K,
+                        candidates + row * 2 * CANDIDATES, lengths + row, split, V, S, S2, SPLIT, K, CANDIDATES,
+                    )  # fmt: skip
+                part += step
+        else:
+            part += step * AHEAD
+
+
+@triton.jit
+def _gather_part(
+    logits, token_mask, share, most, uniform, numbers, thresholds, masses, counts, candidates, lengths, split,
+    V: tl.constexpr, S: tl.constexpr, S2: tl.constexpr, SPLIT: tl.constexpr, K: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """The part of `sample_gather` that is one part of a row."""
+    splits, k = tl.arange(0, S2), tl.arange(0, K)
+    real = splits < S
+    allowed = tl.sum(tl.load(numbers + splits, real, 0), 0)
+    parts = masses + splits * (K + 2)
+    kept = tl.sum(tl.load(parts + K, real, 0), 0)
+    above = tl.sum(tl.load(parts + K + 1, real, 0), 0)
+    stage = tl.where((most > 0) & (most < allowed), 0, tl.where(share < 1.0, 1, 2))
+    kept = tl.where(stage == 2, tl.minimum(kept, above), kept)
+    goal = _goal(stage, kept, share, most, uniform)
+    mass_K = tl.sum(tl.load(parts[:, None] + k[None, :], real[:, None], 0), 0)
+    number_SK = tl.load(counts + splits[:, None] * K + k[None, :], real[:, None], 0)
+    number_K = tl.sum(number_SK, 0)
+    reached = tl.where(stage == 0, number_K.to(tl.int64), mass_K) > goal
+    chosen = tl.min(tl.where(reached, k, K), 0)
+    length = tl.where(chosen < K, tl.sum(tl.where(k == chosen, number_K, 0), 0), allowed)
+    if split == 0:
+        tl.store(lengths, length)
+    if length <= CANDIDATES:
+        low = tl.load(thresholds + tl.minimum(chosen, K - 1))
+        low = tl.where(chosen < K, low, LOWEST + 1)
+        own = tl.where((splits < split)[:, None] & (k == chosen)[None, :], number_SK, 0)
+        first = tl.sum(tl.sum(own, 1), 0)
+        earlier = tl.load(numbers + splits, splits < split, 0)
+        first = tl.where(chosen < K, first, tl.sum(earlier, 0))
+        at = split * SPLIT + tl.arange(0, SPLIT)
+        _, values = _load(logits, token_mask, at, V)
+        keys = _key(values)
+        inside = (keys >= low) & (values > float("-inf"))
+        if tl.sum(inside.to(tl.int32), 0) > 0:
+            to = candidates + first + tl.cumsum(inside.to(tl.int32), 0) - 1
+            tl.store(to, keys, inside)
+            tl.store(to + CANDIDATES, at, inside)
 
 
 @triton.jit
@@ -418,7 +477,7 @@ def lower(node: GpuNode) -> tuple[Variant, ...]:
     V, W = node.width("V"), node.width("MW")
     S, K, pdl = -(-V // SPLIT), THRESHOLDS, node.arch.has_pdl
     given = {
-        "V": V, "W": W, "S": S, "S2": triton.next_power_of_2(S), "SPLIT": SPLIT, "K": K, "CHUNK": CHUNK,
+        "V": V, "W": W, "S": S, "S2": triton.next_power_of_2(S), "SPLIT": SPLIT, "K": K, "CHUNK": CHUNK, "AHEAD": AHEAD,
         "WINDOW": WINDOW, "CANDIDATES": CANDIDATES, "PDL": pdl, "R": "R", "BLOCK": 256,
         "floats": node.add_scratch("floats", "float32", ("R", 4, S)),
         "ints": node.add_scratch("ints", "int32", ("R", 2, S)),
@@ -438,8 +497,8 @@ def lower(node: GpuNode) -> tuple[Variant, ...]:
         Variant(
             (
                 launch(sample_scan, ("R", S), 8),
-                launch(sample_coarse, ("R", S), 16),
-                launch(sample_gather, ("R", S), 16),
+                launch(sample_coarse, (f"min(R*{S}, SMS)",), 8),
+                launch(sample_gather, (f"min(R*{S}, SMS)",), 16),
                 launch(sample_pick, ("R",), 8, WHOLE=True),
                 launch(sample_pick, ("R",), 8, WHOLE=False),
                 launch(sample_accept, (1,), 4),

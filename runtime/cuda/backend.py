@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -14,8 +14,10 @@ from dsc.runtime.cuda.executor import CudaExecutor, CudaShared
 from dsc.runtime.cuda.load import load_files
 from dsc.runtime.errors import DscError
 from dsc.runtime.program import Program
+from dsc.runtime.steps import Gemm
 
 SPARE_BYTES = 1 << 30  # left to the driver, CUDA graphs and cuBLAS
+SCALED_CUDA = (12, 9)  # the first whose cuBLAS multiplies e4m3 by scales of groups and blocks
 
 
 class CudaBackend:
@@ -24,13 +26,14 @@ class CudaBackend:
     def __init__(
         self, folder: EngineFolder, device: str | None, gpu_memory: float | None = None, least_cache_bytes: int = 0
     ) -> None:
-        self.device = _find_device(folder, device)
+        self.device = find_device(folder, device)
         self._folder = folder
         torch.cuda.empty_cache()  # what an engine deleted before has left to torch is free too
         free, _ = torch.cuda.mem_get_info(self.device)
         self._floor = 0 if gpu_memory is None else max(0, free - round(gpu_memory))  # bytes that stay free
         manifest = folder.manifest
         self._programs = {name: folder.program(name) for name in manifest.graphs}
+        check_cublas(self._programs.values(), str(folder.path))
         files = sorted({entry.file for entry in manifest.tensors.values()})
         self._check_memory(sum((folder.path / name).stat().st_size for name in files), least_cache_bytes)
         self.loaded = load_files(folder.path, files, self.device)
@@ -48,7 +51,7 @@ class CudaBackend:
         return max(1, *(program.arena_bytes for program in self._programs.values()))
 
     def _check_memory(self, weight_bytes: int, cache_bytes: int) -> None:
-        fixed = self._arena_bytes() + sum(_fixed_bytes(program) for program in self._programs.values())
+        fixed = self._arena_bytes() + sum(fixed_bytes(program) for program in self._programs.values())
         free, total = torch.cuda.mem_get_info(self.device)
         may_take = free - self._floor
         need = weight_bytes + fixed + cache_bytes + SPARE_BYTES
@@ -99,16 +102,36 @@ class CudaBackend:
         }
 
 
-def _fixed_bytes(program: Program) -> int:
+def check_cublas(programs: Iterable[Program], where: str) -> None:
+    """Raise DscError where a program has gemms with scales and torch's cuBLAS is older than those are."""
+    steps = (s for p in programs for node in p.nodes for variant in node.variants for s in variant.steps)
+    if not any(isinstance(step, Gemm) and step.a_scales is not None for step in steps):
+        return
+    version = torch.version.cuda or "none"
+    if [int(part) for part in version.split(".") if part.isdigit()] < [*SCALED_CUDA]:
+        raise DscError(
+            "the engine multiplies FP8 by cuBLAS, which this torch has an older one of",
+            where=where,
+            wanted=f"torch for CUDA {SCALED_CUDA[0]}.{SCALED_CUDA[1]} or later",
+            got=f"torch {torch.__version__}, CUDA {version}",
+            try_="a torch that is built for it",
+        )
+
+
+def fixed_bytes(program: Program) -> int:
+    """Device memory that a program has for itself, outside the arena: inputs, outputs, what its kernels leave zero."""
     return sum(o.bytes for o in program.operands.values() if o.role in ("input", "output", "zeroed") and not o.alias)
 
 
-def _find_device(folder: EngineFolder, device: str | None) -> torch.device:
+def find_device(folder: EngineFolder, device: str | None) -> torch.device:
     """The GPU asked for, if there is one that runs the engine's kernels."""
     target = folder.manifest.target
     if not torch.cuda.is_available():
         raise DscError(f"an engine for {target} needs a GPU", where=str(folder.path), got="no CUDA device")
-    found = torch.device(device or "cuda")
+    try:
+        found = torch.device(device or "cuda")
+    except RuntimeError as error:  # no name of a device
+        raise DscError("no such device", where=str(folder.path), wanted="cuda, or cuda:N", got=str(device)) from error
     if found.type != "cuda":
         raise DscError(f"an engine for {target} cannot run on {device}", where=str(folder.path), wanted="cuda")
     found = torch.device("cuda", found.index or 0)

@@ -5,15 +5,31 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.functional import ScalingType
 
 from dsc.runtime.cuda import driver
 from dsc.runtime.errors import DscError
 from dsc.runtime.expressions import evaluate, parse_guard
 from dsc.runtime.program import Program, ProgramNode
-from dsc.runtime.steps import Argument, Copy, Fill, Gemm, Kernel, Matrix, Null, Pointer, Repeat, Scalar, Step, Variant
+from dsc.runtime.steps import (
+    SCALED_ROWS,
+    Argument,
+    Copy,
+    Fill,
+    Gemm,
+    Kernel,
+    Matrix,
+    Null,
+    Pointer,
+    Repeat,
+    Scalar,
+    Step,
+    Variant,
+)
 
 Call = Callable[[int], object]  # takes the stream; torch calls use the current one, which is the same
 _SCALARS: dict[str, Callable[[Any], Any]] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
@@ -143,8 +159,24 @@ class Binder:
         m, n, k, batch = (evaluate(size, values) for size in (step.m, step.n, step.k, step.batch))
         a, b = self._matrix(step.a, m, k, batch, values), self._matrix(step.b, k, n, batch, values)
         c = self._matrix(step.c, m, n, batch, values)
+        if step.a_scales is not None and step.b_scales is not None:
+            assert m % SCALED_ROWS == 0, (step.m, m)
+            groups = -(-k // 128)
+            a_scales = self._matrix(Matrix(step.a_scales, "float32", m, transposed=True), m, groups, 1, values)
+            b_scales = Matrix(step.b_scales, "float32", groups, transposed=True)
+            return _scaled(a[0], b[0], c[0], a_scales[0], self._matrix(b_scales, groups, -(-n // 128), 1, values)[0])
         if step.beta == 0.0 and step.alpha == 1.0:
+            if a.dtype != c.dtype:  # sums are stored as they are
+                assert batch == 1, (step.a, step.c)
+                return lambda stream: torch.mm(a[0], b[0], c.dtype, out=c[0])
             if batch == 1:
                 return lambda stream: torch.mm(a[0], b[0], out=c[0])
             return lambda stream: torch.bmm(a, b, out=c)
         return lambda stream: torch.baddbmm(c, a, b, beta=step.beta, alpha=step.alpha, out=c)
+
+
+def _scaled(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, a_scales: torch.Tensor, b_scales: torch.Tensor) -> Call:
+    """c = a b of e4m3 codes by cuBLASLt: torch.nn.functional.scaled_mm with memory for its result, which it cannot be given."""
+    recipes = [ScalingType.BlockWise1x128.value], [ScalingType.BlockWise128x128.value]
+    multiply = partial(torch.ops.aten._scaled_mm_v2.out, a, b, [a_scales], recipes[0], [], [b_scales], recipes[1], [])
+    return lambda stream: multiply(None, c.dtype, out=c)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from queue import SimpleQueue
 import torch
 
 from dsc.runtime.errors import DscError
+from dsc.runtime.manifest import TensorEntry
 
 PIECE_BYTES = 64 << 20
 NUM_READERS = 8
@@ -33,10 +34,11 @@ class LoadedFiles:
 
 @dataclass(frozen=True)
 class _Piece:
+    """Bytes of a file from `offset` on, and the memory on the device that they go to."""
+
     path: Path
-    name: str
     offset: int
-    size: int
+    target: torch.Tensor
 
 
 def load_files(root: Path, names: Iterable[str], device: torch.device) -> LoadedFiles:
@@ -44,24 +46,41 @@ def load_files(root: Path, names: Iterable[str], device: torch.device) -> Loaded
     begin = time.monotonic()
     sizes = {name: (root / name).stat().st_size for name in names}
     blocks = {name: torch.empty(size, dtype=torch.uint8, device=device) for name, size in sizes.items()}
+    _move([piece for name, block in blocks.items() for piece in _pieces(root / name, 0, block)], device)
+    return LoadedFiles(blocks, sum(sizes.values()), time.monotonic() - begin)
+
+
+def load_tensors(root: Path, entries: Mapping[str, TensorEntry], device: torch.device) -> dict[str, torch.Tensor]:
+    """Copy some tensors of an engine to the device, each flat and in memory of its own. Raises DscError as `load_files`."""
+    blocks = {name: torch.empty(entry.bytes, dtype=torch.uint8, device=device) for name, entry in entries.items()}
     pieces = [
-        _Piece(root / name, name, offset, min(PIECE_BYTES, size - offset))
-        for name, size in sizes.items()
-        for offset in range(0, size, PIECE_BYTES)
+        piece for name, entry in entries.items() for piece in _pieces(root / entry.file, entry.offset, blocks[name])
     ]
+    _move(pieces, device)
+    return {name: blocks[name].view(getattr(torch, entry.dtype)) for name, entry in entries.items()}
+
+
+def _pieces(path: Path, offset: int, block: torch.Tensor) -> list[_Piece]:
+    return [
+        _Piece(path, offset + start, block[start : start + PIECE_BYTES]) for start in range(0, len(block), PIECE_BYTES)
+    ]
+
+
+def _move(pieces: Sequence[_Piece], device: torch.device) -> None:
     readers = max(1, min(NUM_READERS, len(pieces)))
+    largest = max((len(piece.target) for piece in pieces), default=1)
     free: SimpleQueue[torch.Tensor] = SimpleQueue()
     for _ in range(readers):
-        free.put(torch.empty(min(PIECE_BYTES, max(sizes.values(), default=1)), dtype=torch.uint8, pin_memory=True))
+        free.put(torch.empty(largest, dtype=torch.uint8, pin_memory=True))
 
     def move(piece: _Piece) -> None:
         pinned = free.get()
         try:
-            _read(piece, pinned)
+            size = len(piece.target)
+            _read(piece, pinned[:size])
             stream = torch.cuda.Stream(device)
             with torch.cuda.stream(stream):
-                target = blocks[piece.name][piece.offset : piece.offset + piece.size]
-                target.copy_(pinned[: piece.size], non_blocking=True)
+                piece.target.copy_(pinned[:size], non_blocking=True)
             stream.synchronize()
         finally:
             free.put(pinned)
@@ -70,15 +89,15 @@ def load_files(root: Path, names: Iterable[str], device: torch.device) -> Loaded
         for _ in pool.map(move, pieces):
             pass
     torch.cuda.synchronize(device)
-    return LoadedFiles(blocks, sum(sizes.values()), time.monotonic() - begin)
 
 
 def _read(piece: _Piece, into: torch.Tensor) -> None:
-    view = memoryview(into.numpy().data)[: piece.size]
+    """Fill `into` from the piece's place in its file."""
+    view = memoryview(into.numpy().data)
     handle = os.open(piece.path, os.O_RDONLY)
     try:
         done = 0
-        while done < piece.size:
+        while done < len(view):
             got = os.preadv(handle, [view[done:]], piece.offset + done)
             if got == 0:
                 raise DscError("ends too early", where=str(piece.path), got=f"{piece.offset + done} bytes")

@@ -120,8 +120,8 @@ def test_fp8_where_there_is_none_is_never_allowed(monkeypatch: pytest.MonkeyPatc
     from dsc.plugins.triton_activations import quantize
 
     def lower(node: GpuNode) -> tuple[Variant, ...]:
-        step, _, _ = quantize(node, node.at("gate"), 256, "T", ue8m0=False, rows=None, name="gate")
-        return (Variant((step,)),)
+        steps, _, _ = quantize(node, node.at("gate"), 256, "T", ue8m0=False, rows=None, name="gate")
+        return (Variant(steps),)
 
     monkeypatch.setattr(kernel, "lower", lower)
     values = torch.empty(4, 256, dtype=torch.bfloat16)

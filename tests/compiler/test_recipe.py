@@ -81,6 +81,12 @@ def test_a_fault_names_its_line_and_what_to_do(old: str, new: str, line: int, sa
         ("target: cpu", "target: sm_80\ngpu: h200", "wanted  gpu: a100, a100-40, a800"),
         ("  - set_dtype", "  - fuse_qkv\n  - set_dtype", "pass fuse_qkv is listed twice"),
         ("allow: {fuse_qkv", "allow: {fuse_moe", "allow names fuse_moe, which does not run"),
+        ("  - set_dtype", "  - quantize_norms\n  - set_dtype", "wanted  quantize_weights before it"),
+        (
+            "  - set_dtype",
+            "  - quantize_norms\n  - quantize_weights\n  - set_dtype",
+            "got     fuse_qkv, quantize_norms, quantize_weights, set_dtype",
+        ),
     ],
 )
 def test_keys_that_contradict_each_other(old: str, new: str, said: str) -> None:
@@ -117,6 +123,8 @@ def test_every_packaged_recipe_reads_and_is_complete() -> None:
     for name in names:
         recipe = load_recipe(name)
         assert recipe.passes[-1].name == "plan_memory", name
+        options = next(str(entry.options) for entry in recipe.passes if entry.name == "quantize_weights")
+        assert any(entry.name == "quantize_norms" for entry in recipe.passes) == ("fp8" in options), name
         assert None not in [
             getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.name not in ("verify", "gpu")
         ], name

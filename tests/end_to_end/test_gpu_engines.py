@@ -85,8 +85,10 @@ def test_every_kernel_as_its_cubin_says(build: Build) -> None:
     assert by_entry["sm90_mla_decode"]["tensor_cores"] == ["HGMMA"]
     assert (by_entry["sm90_mla_decode"]["threads"], by_entry["sm90_mla_decode"]["fp8"]) == (512, [])
     assert by_entry["sm90_mla_decode"]["dynamic_shared_bytes"] > 200_000
-    assert {op for k in data["kernels"] if k["entry"] == "quantize_rows" for op in k["ops"]} == {"Linear", "Moe", "Qkv"}
-    assert any("E4M3" in name for name in by_entry["quantize_rows"]["fp8"])
+    # Of rows that no norm makes: q_b's, o_proj's and down_proj's.
+    assert {op for k in data["kernels"] if k["entry"] == "quantize_rows" for op in k["ops"]} == {"Linear"}
+    for entry in ("quantize_rows", "rms_norm"):
+        assert any("E4M3" in name for name in by_entry[entry]["fp8"]), entry
 
 
 def test_launches_of_a_step(build: Build) -> None:
@@ -115,6 +117,8 @@ def test_launches_of_a_step(build: Build) -> None:
         ("moe_sum", 3),
     ):
         assert launched(entry, "main.decode", 1) == count, entry
+    for tokens in (1, 16):
+        assert launched("quantize_rows", "main.decode", tokens) == 4 + 4 + 1  # q_b_proj, o_proj, down_proj
     assert launched("sm90_mla_prefill", "main.decode", 16) == 0
     assert launched("sm90_mla_prefill", "main.prefill", 512) >= 4
     assert launched("mtp_input", "mtp.decode", 16) == 1

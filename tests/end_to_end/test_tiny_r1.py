@@ -1,6 +1,7 @@
 """The trained checkpoint through every tiny-r1 recipe, against transformers in float32."""
 
 import hashlib
+import math
 import os
 import subprocess
 import sys
@@ -101,8 +102,9 @@ def test_fp8_is_as_good_as_the_same_computation_in_plain_torch(
         return known[tuple(tokens)]
 
     exact, quality = judge(same, same, windows), judge(engine_logits(engines["fp8"]), same, windows)
-    assert abs(quality.nats - exact.nats) < 0.002
     assert quality.kl < 0.01
+    # Of two models as near as this, log-probabilities of a token differ by a variance of about twice their KL.
+    assert abs(quality.nats - exact.nats) < 3 * math.sqrt(2 * quality.kl / quality.tokens)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -6,6 +6,8 @@ import pytest
 import torch
 from support.tolerances import check_rows, worst_row
 
+from dsc.plugins.stored import norm_codes
+
 pytestmark = pytest.mark.gpu
 
 
@@ -33,6 +35,33 @@ def test_norms(dtype: torch.dtype, tokens: int, width: int) -> None:
     want, total = reference("add_rms_norm", x=x, residual=residual, weight=weight, epsilon=1e-6)
     assert torch.equal(out["sum"].cpu(), total)
     check(out["y"], want, "norm", "AddRmsNorm")
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize("quantize", ["fp8", "fp8:ue8m0"])
+@pytest.mark.parametrize("tokens", [1, 3, 129])
+@pytest.mark.parametrize("width", [7168, 2048, 1000, 96])
+def test_norms_quantize_what_they_rounded(width: int, tokens: int, quantize: str, arch: str) -> None:
+    """Codes and scales bit for bit, of the same y as without them; last row: one outlier, most codes below 2^-6."""
+    from support.gpu import GpuOp
+
+    g = torch.Generator().manual_seed(width + tokens)
+    for dtype in (torch.bfloat16, torch.float32):
+        x, residual = (torch.randn(tokens, width, generator=g).to(dtype) for _ in range(2))
+        x[-1, 1:] /= 500
+        residual[-1, 1:] /= 500
+        weight = torch.rand(width, generator=g)
+        if tokens > 1:
+            x[0] = residual[0] = 0.0
+        for op, operands in (("RmsNorm", {"x": x}), ("AddRmsNorm", {"x": x, "residual": residual})):
+            operands = {**operands, "weight": weight}
+            plain = GpuOp(op, operands, {"epsilon": 1e-6}, arch=arch)()
+            got = GpuOp(op, operands, {"epsilon": 1e-6, "quantize": quantize}, bounds={"T": 200}, arch=arch)()
+            what = f"{op} {quantize} {tokens} x {width} {dtype}"
+            assert all(torch.equal(got[name], plain[name]) for name in plain), what
+            codes, scales = norm_codes(plain["y"].cpu(), quantize)
+            assert torch.equal(got["codes"].cpu().view(torch.uint8), codes.view(torch.uint8)), what
+            assert torch.equal(got["scales"].cpu(), scales), what
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 129])

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.engines import TINY_R1, Sequences, compile_tiny, compile_tiny_gpu, gpu_engine
+from support.engines import Sequences, compile_tiny, compile_tiny_gpu, gpu_engine
 from support.quality import held_out
 from support.tolerances import ENGINE_LOGIT_GAPS
 
 from dsc import runtime
-from dsc.compiler.certify.certify import verify_engine
 from dsc.compiler.targets import TARGETS, GpuTarget
 from dsc.runtime.engine import Engine
 from dsc.runtime.sampling import SamplingParams
@@ -106,24 +105,6 @@ def test_memory_is_what_was_planned(folder: Path) -> None:
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[0] < held + (80 << 20), (held, peaks)
     assert peaks[1] <= peaks[0] + (1 << 20), peaks
-
-
-@pytest.mark.parametrize("name", ["fp8", "wint4"])
-def test_a_certificate_of_the_logits_on_the_gpu(name: str, folder: Path) -> None:
-    """`dsc verify --device cuda`: the engine loaded there is no farther from the unquantized model than the CPU engine is.
-
-    Not as far: of fp8, where a last bit tips values into the next code, two sound engines differ by 40 % in KL.
-    """
-    windows = {"windows": 2, "window_tokens": 256}
-    on_cpu = verify_engine(compile_tiny(f"tiny-r1-{name}", folder), **windows).end_to_end
-    found = verify_engine(compile_tiny_gpu(f"tiny-r1-{name}", folder), str(TINY_R1), device="cuda", **windows)
-    print(
-        f"{name}: KL {found.end_to_end.kl:.5f}, on the CPU {on_cpu.kl:.5f}; nats {found.end_to_end.nats:.4f}, {on_cpu.nats:.4f}"
-    )
-    assert found.device == "cuda"
-    assert found.end_to_end.kl < 1.25 * on_cpu.kl + 0.001
-    assert found.end_to_end.nats == pytest.approx(on_cpu.nats, abs=0.01)
-    assert found.end_to_end.non_finite == 0
 
 
 def logits_of(engine: Engine, texts: list[list[int]], chunk: int, phase: str) -> torch.Tensor:

@@ -10,7 +10,7 @@ from support.moe_rows import check_moe_rows
 from support.random_weights import FORMATS, random_weight
 
 from dsc.plugins.moe.reference import reference
-from dsc.plugins.stored import StoredWeight
+from dsc.plugins.stored import StoredWeight, norm_codes
 
 pytestmark = pytest.mark.gpu
 
@@ -37,9 +37,10 @@ def weights_of(format_: str, shared: str, sizes: tuple[int, int, int]) -> dict[s
     return made
 
 
-def check(format_: str, shared: str, sizes: tuple[int, int, int], dtype: torch.dtype, tokens: int) -> None:
-    from support.gpu import GpuOp
-
+def node_of(
+    format_: str, shared: str, sizes: tuple[int, int, int], dtype: torch.dtype, tokens: int
+) -> tuple[dict[str, torch.Tensor], dict[str, str], dict[str, torch.Tensor]]:
+    """Inputs by slot, attributes, and of the inputs those that come with a step."""
     weights = weights_of(format_, shared, sizes)
     g = torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, sizes[0], generator=g).to(dtype)
@@ -55,11 +56,19 @@ def check(format_: str, shared: str, sizes: tuple[int, int, int], dtype: torch.d
             inputs[name] = weight.data
             if weight.scales is not None:
                 inputs[f"{name}.scales"] = weight.scales
+    return inputs, attributes, {"x": x, "ids": ids, "weights": routing}
+
+
+def check(format_: str, shared: str, sizes: tuple[int, int, int], dtype: torch.dtype, tokens: int) -> None:
+    from support.gpu import GpuOp
+
+    inputs, attributes, given = node_of(format_, shared, sizes, dtype, tokens)
+    operands = {**given, **weights_of(format_, shared, sizes)}
     op = GpuOp("Moe", inputs, attributes, bounds={"T": 4096})
-    (want,) = reference(x=x, ids=ids, weights=routing, **weights)
+    (want,) = reference(**operands)
     first = op()["y"].cpu()
     what = f"{format_} {shared} {sizes} T={tokens}"
-    check_moe_rows(first, want, {"x": x, "ids": ids, "weights": routing, **weights}, what)
+    check_moe_rows(first, want, operands, what)
     assert torch.equal(first, op()["y"].cpu())  # the same sums in every run
 
 
@@ -95,3 +104,29 @@ def test_float32(format_: str, tokens: int) -> None:
 )
 def test_a_shared_expert_of_another_format(format_: str, shared: str, tokens: int) -> None:
     check(format_, shared, STREAMED, torch.bfloat16, tokens)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize(
+    ("format_", "shared", "sizes"),
+    [
+        ("fp8", "fp8", STREAMED),
+        ("fp8:ue8m0", "fp8:ue8m0", STREAMED),
+        ("fp8", "", ODD_FP8),
+        ("wint4:128", "fp8", STREAMED),
+    ],
+)
+def test_codes_of_the_norm_stand_for_x(
+    format_: str, shared: str, sizes: tuple[int, int, int], tokens: int, arch: str
+) -> None:
+    """The same bits; beyond one token, whose kernel quantizes x itself, x is read by other formats only."""
+    from support.gpu import GpuOp
+
+    inputs, attributes, given = node_of(format_, shared, sizes, torch.bfloat16, tokens)
+    codes, scales = norm_codes(given["x"], shared or format_)
+    want = GpuOp("Moe", inputs, attributes, bounds={"T": 4096}, arch=arch)()["y"]
+    op = GpuOp("Moe", {**inputs, "x_codes": codes, "x_scales": scales}, attributes, bounds={"T": 4096}, arch=arch)
+    assert torch.equal(op()["y"], want)
+    if tokens > 1 and format_.startswith("fp8"):
+        assert torch.equal(op(x=torch.zeros_like(given["x"]))["y"], want)

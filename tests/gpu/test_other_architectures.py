@@ -16,7 +16,7 @@ from support.sample_cases import differences
 pytestmark = pytest.mark.gpu
 
 TOKENS = (1, 3, 129)
-FORMATS = ("bf16", "fp8", "wint8", "wint4:128", "mixed")
+FORMATS = ("bf16", "fp8", "fp8:ue8m0", "wint8", "wint4:128", "mixed")
 # Kernels take gate and up in one format, and embeddings that are not quantized, as quantize_weights makes them.
 NOT_ON_GPUS = {("Moe", "mixed"), *(("Embedding", format_) for format_ in FORMATS[1:])}
 

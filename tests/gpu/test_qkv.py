@@ -9,6 +9,7 @@ from support.random_weights import random_weight
 from support.tolerances import check_rows
 
 from dsc.plugins.qkv.reference import reference
+from dsc.plugins.stored import norm_codes
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +25,9 @@ def check(
     cache_dtype: str = "",
     formats: tuple[str, str] = ("bf16", "bf16"),
     norms: str = "float32",
+    codes: bool = False,
     arch: str = "sm_90a",
+    bound: int = 0,
 ) -> None:
     from support.gpu import GpuOp
 
@@ -47,6 +50,9 @@ def check(
         "slots": slots,
         "cache": torch.randint(0, 256, (blocks, BLOCK * (LATENT + ROPE) * size), generator=g, dtype=torch.uint8),
     }
+    if codes:  # then nothing reads x
+        given = norm_codes(operands["x"], formats[0])
+        operands |= {"x_codes": given[0], "x_scales": given[1], "x": torch.zeros_like(operands["x"])}
     attributes = {"q_width": width, "q_lora": q_lora, "heads": HEADS, "nope": 128, "latent": LATENT, "rope": ROPE}
     attributes |= {"epsilon": 1e-6, "cache_dtype": cache_dtype, "block_tokens": BLOCK, "joint": joint}
     attributes["block_bytes"] = operands["cache"].shape[1]
@@ -55,7 +61,7 @@ def check(
     }
     inputs = {**operands, **{name: tensor for name, tensor in stored.items() if tensor is not None}}
     kinds = {"w_format": formats[0], "w_kv_format": "fp32" if joint else formats[1]}
-    op = GpuOp("Qkv", inputs, {**attributes, **kinds}, arch=arch)
+    op = GpuOp("Qkv", inputs, {**attributes, **kinds}, arch=arch, bounds={"T": bound})
     got = op()
     wanted = {**operands, "cache": operands["cache"].clone(), "q_norm": operands.get("q_norm")}
     *want, cache = reference(**wanted, w=w, w_kv=w_kv, **attributes)
@@ -77,6 +83,23 @@ def check(
 @pytest.mark.parametrize("tokens", [1, 3, 129])
 def test_every_format(tokens: int, format_: str) -> None:
     check(tokens, formats=(format_, format_), norms="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("joint", "formats"), [(1, ("fp8", "fp8")), (0, ("fp8", "fp8")), (0, ("fp8", "wint8"))], ids=str
+)
+@pytest.mark.parametrize("tokens", [65, 127, 129, 256, 1001])
+def test_many_tokens_of_fp8(tokens: int, joint: int, formats: tuple[str, str]) -> None:
+    for codes in (False, True) if set(formats) == {"fp8"} else (False,):
+        check(tokens, joint=joint, formats=formats, codes=codes, bound=1004)
+
+
+@pytest.mark.parametrize("format_", ["fp8", "fp8:ue8m0"])
+@pytest.mark.parametrize("tokens", [1, 3, 129])
+@pytest.mark.parametrize("joint", [1, 0])
+def test_codes_of_the_norm_stand_for_x(joint: int, tokens: int, format_: str) -> None:
+    for arch in ("sm_90a", "sm_80"):
+        check(tokens, joint=joint, formats=(format_, format_), codes=True, arch=arch)
 
 
 @pytest.mark.parametrize("q_lora", [1536, 0])

@@ -43,7 +43,7 @@ def test_folder(folder):
 def test_reference_takes_operands_and_attributes(op):
     schema = load_op(op)
     signature = inspect.signature(importlib.import_module(f"dsc.plugins.{folder_of(op)}.reference").reference)
-    assert list(signature.parameters) == [t.name for t in schema.inputs] + list(schema.attributes)
+    assert list(signature.parameters) == [t.name for t in schema.inputs] + [*schema.attributes, *schema.optional]
     assert {p.kind for p in signature.parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
 
 

@@ -1,11 +1,17 @@
 """Embedding, RmsNorm, AddRmsNorm, Swiglu: their sentences, and transformers' modules."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.cpu_op import IMPLEMENTATIONS, CpuOp
+from support.op_cases import CASES, Draw, model_widths
 from support.random_weights import FORMATS, random_weight
 from support.tolerances import check_rows
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
+
+from dsc.plugins.formats import parse_format
+from dsc.plugins.stored import StoredWeight, norm_codes, quantize_activations
 
 T, D = 37, 192
 DTYPES = ("float32", "bfloat16")
@@ -52,6 +58,47 @@ def test_add_rms_norm_reads_the_rounded_sum(implementation, dtype):
     total = (x.double() + residual.double()).to(x.dtype)
     assert torch.equal(got["sum"], total)
     check_rows(got["y"], transformers_norm(total, weight, 1e-6).to(x.dtype), "norm", dtype)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("quantize", ["fp8", "fp8:ue8m0"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_quantize_what_they_rounded(implementation, dtype, quantize):
+    """D is a group and a half; scales lie group by group."""
+    x, weight = rows(dtype, 7), torch.rand(D)
+    x[0] = 0.0
+    for op, operands in (("RmsNorm", {"x": x}), ("AddRmsNorm", {"x": x, "residual": rows(dtype, 8)})):
+        attributes = {"epsilon": 1e-6, "quantize": quantize}
+        got = CpuOp(implementation, op, {**operands, "weight": weight}, attributes, ["weight"])()
+        plain = CpuOp(implementation, op, {**operands, "weight": weight}, {"epsilon": 1e-6}, ["weight"])()
+        assert got.keys() - plain.keys() == {"codes", "scales"}
+        assert all(torch.equal(got[name], plain[name]) for name in plain)
+        codes, scales = quantize_activations(plain["y"], quantize == "fp8:ue8m0")
+        assert torch.equal(got["codes"].view(torch.uint8), codes.view(torch.uint8))
+        assert got["scales"].shape == (2, T)
+        assert torch.equal(got["scales"], scales.T)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("op", ["Linear", "Qkv", "Moe"])
+@pytest.mark.parametrize("format_", ["fp8", "fp8:ue8m0"])
+def test_codes_stand_for_x(implementation, op, format_):
+    """The same bits with x's codes beside x; and of x in fp8 nothing else is read."""
+    with model_widths():  # gate and up are one product there
+        case = CASES[op](Draw(9, torch.bfloat16, "fp8:ue8m0", torch.Generator().manual_seed(1)))
+    operands = {
+        n: replace(v, format=parse_format(format_)) if isinstance(v, StoredWeight) else v
+        for n, v in case.operands.items()
+    }
+    bare = {name: value for name, value in operands.items() if not name.startswith("x_")}
+    codes = dict(zip(("x_codes", "x_scales"), norm_codes(bare["x"], format_), strict=True))
+    plain, given, other = (
+        replace(case, operands=o).bind(implementation)()
+        for o in (bare, bare | codes, bare | codes | {"x": bare["x"].flip(0)})
+    )
+    for name, value in plain.items():
+        assert torch.equal(given[name].view(torch.uint8), value.view(torch.uint8)), name
+        assert torch.equal(other[name].view(torch.uint8), value.view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -1,14 +1,17 @@
 """Kernels of Moe and Router compiled without a GPU: nothing spills, tensor cores are used, sm_80 has no FP8 in it."""
 
+from typing import Any
+
 import pytest
 import torch
 from support.gpu import node_program
+from support.interpreted_ops import Sources
 
 from dsc.compiler.codegen import CubinCompiler
 from dsc.compiler.cubin import instructions
 from dsc.compiler.lower_gpu import lower_gpu
 from dsc.plugins.formats import parse_format
-from dsc.plugins.gpu_node import Arch
+from dsc.plugins.gpu_node import Arch, CudaSource, TritonSource
 from dsc.runtime.program import ProgramNode
 from dsc.runtime.steps import Kernel, Variant
 
@@ -24,7 +27,12 @@ def lowered(op: str, inputs: dict[str, torch.Tensor], attributes: dict[str, obje
 
 
 def moe(format_: str, shared: str, arch: str, sizes: tuple[int, ...] = SMALL) -> tuple[ProgramNode, CubinCompiler]:
-    """A node of experts; tensors without memory."""
+    """A node of experts and what was compiled for it."""
+    return lowered("Moe", *moe_inputs(format_, shared, sizes), arch)
+
+
+def moe_inputs(format_: str, shared: str, sizes: tuple[int, ...]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Inputs, without memory, and attributes of a node of experts."""
     experts, top_k, d, f, shared_f = sizes
     inputs = {
         "x": torch.empty(3, d, dtype=torch.bfloat16, device="meta"),
@@ -38,7 +46,7 @@ def moe(format_: str, shared: str, arch: str, sizes: tuple[int, ...] = SMALL) ->
             for part, (dtype, size) in parse_format(kind).parts((*lead, *shape)).items():
                 slot = f"{prefix}{name}" if part == "data" else f"{prefix}{name}.{part}"
                 inputs[slot] = torch.empty(size, dtype=getattr(torch, dtype), device="meta")
-    return lowered("Moe", inputs, attributes, arch)
+    return inputs, attributes
 
 
 @pytest.mark.parametrize(
@@ -91,6 +99,39 @@ def test_codes_of_large_experts_stay_codes() -> None:
 
 def entries_of(variant: Variant) -> list[str]:
     return [step.entry for step in variant.steps if isinstance(step, Kernel)]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+@pytest.mark.parametrize(
+    ("format_", "shared"), [("fp8", "fp8"), ("fp8", "wint8"), ("wint4:128", "fp8"), ("wint8", "fp8:ue8m0")]
+)
+def test_codes_of_the_norm_save_a_launch(format_: str, shared: str, arch: str) -> None:
+    """All else stays in its order; the work list waits for the router by itself where nothing comes before it."""
+    inputs, attributes = moe_inputs(format_, shared, SMALL)
+    codes = {
+        "x_codes": torch.empty(3, 256, dtype=torch.float8_e4m3fn, device="meta"),
+        "x_scales": torch.empty(2, 3, device="meta"),
+    }
+    found = []
+    for given in (inputs, inputs | codes):
+        sources: Any = Sources(Arch(arch))
+        (program,) = lower_gpu([node_program("Moe", given, attributes, {"T": 1024})], sources)
+        found.append([(v.guard, [sources.by_name[step.cubin] for step in v.steps]) for v in program.nodes[0].variants])
+    saved = 0
+    for (guard, before), (same, after) in zip(*found, strict=True):
+        assert guard == same
+        kept = [_name(source) for source in before if _name(source) != "quantize_rows"]
+        assert [_name(source) for source in after] == kept, guard
+        saved += len(before) - len(after)
+        for steps in (before, after):
+            first = [_name(source) for source in steps].index("moe_plan") if "moe_plan" in map(_name, steps) else -1
+            assert first < 0 or dict(steps[first].defines)["LATE"] == str(int(first > 0)), guard
+    alone = found[0][0][0] == "T <= 1"  # one_token.cu quantizes x itself
+    assert saved == len(found[0]) - alone
+
+
+def _name(source: TritonSource | CudaSource) -> str:
+    return source.function if isinstance(source, TritonSource) else source.entry
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])

@@ -9,7 +9,7 @@ import pytest
 
 from dsc.compiler.codegen import CubinCompiler
 from dsc.plugins.gpu_node import Arch, GpuNode
-from dsc.plugins.sample.kernel import lower
+from dsc.plugins.sample.kernel import CANDIDATES, lower
 from dsc.plugins.schema import Type, load_op
 from dsc.runtime.steps import Kernel
 
@@ -47,10 +47,19 @@ def test_kernels_compile_and_nothing_spills(arch: str, vocabulary: int):
     assert all(step.pdl == (arch != "sm_80") for step in variant.steps if isinstance(step, Kernel))
 
 
-def test_interpreted_kernels_choose_what_the_reference_chooses():
+def interpreted(*arguments: str) -> str:
     """In a process of its own: Triton decides once whether it interprets."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "support.sample_cases", "1", "flat", "ties", "odd"],
+        [sys.executable, "-W", "ignore", "-m", "support.sample_cases", *arguments],
         env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=TESTS, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert done.stdout.strip() == "0 differences"
+    return done.stdout.strip()
+
+
+def test_interpreted_kernels_choose_what_the_reference_chooses():
+    assert interpreted("1", "flat", "ties", "odd", "zipf") == "0 differences"
+
+
+def test_rows_of_real_models_are_read_three_times():
+    """Their heads are short, so that no row is searched by reading it again."""
+    assert 1 <= int(interpreted("longest")) <= CANDIDATES // 8

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import tarfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from support.small_engine import make_small_engine
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.errors import DscError
 from dsc.runtime.manifest import SCHEMA_VERSION
+from dsc.runtime.migrate import migrate
 
 WEIGHTS = "weights/rank0-00001.safetensors"
 
@@ -108,6 +111,44 @@ def test_a_changed_byte_outside_the_tensors_names_the_file(engine):
     assert f"{WEIGHTS}: its bytes changed" in refusal(engine)
 
 
+def test_every_byte_of_a_file_of_tensors_is_hashed(tmp_path):
+    """Once: inside a tensor as the tensor's, else as the file's; and where both changed, both are told."""
+    with tarfile.open(Path(__file__).parent / "version2.engine.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    engine = tmp_path / "version2.engine"
+    migrate(engine)
+    content = (engine / WEIGHTS).read_bytes()
+    tensors = EngineFolder.open(engine).manifest.tensors
+    owners = [""] * len(content)
+    for name, tensor in tensors.items():
+        owners[tensor.offset : tensor.offset + tensor.bytes] = [name] * tensor.bytes
+    edges = [at for at in range(1, len(content)) if owners[at] != owners[at - 1]]
+    assert "" in [owners[at] for at in edges]  # there is padding between tensors
+    for at in {0, 8, *edges[:30], *(at - 1 for at in edges[:30]), len(content) - 1}:
+        (engine / WEIGHTS).write_bytes(content[:at] + bytes([content[at] ^ 128]) + content[at + 1 :])
+        told = f"the bytes of {owners[at]} changed" if owners[at] else "its bytes changed, outside of its tensors"
+        text = refusal(engine)
+        assert f"{WEIGHTS}: {told}" in text
+        assert "faults" not in text
+    both = bytearray(content)
+    both[9] ^= 1
+    both[-1] ^= 1
+    (engine / WEIGHTS).write_bytes(both)
+    text = refusal(engine)
+    assert f"the bytes of {owners[-1]} changed" in text
+    assert "its bytes changed, outside of its tensors" in text
+
+
+def test_a_hash_by_parts_is_not_to_be_taken_for_that_of_the_file(engine):
+    files = EngineFolder.open(engine).manifest.files
+    assert {name for name, entry in files.items() if entry.parts_sha256} == {WEIGHTS}
+    assert not files[WEIGHTS].sha256
+    edit(engine / "manifest.json", lambda m: m["files"][WEIGHTS].update(parts_sha256="0" * 64))
+    text = refusal(engine)
+    assert f"wanted  parts_sha256 {'0' * 64}" in text
+    assert f"got     parts_sha256 {files[WEIGHTS].parts_sha256}" in text
+
+
 @pytest.mark.parametrize("path", ["program/main.decode.rank0.json", "report.json"])
 def test_a_changed_text_is_not_read(engine, path):
     content = (engine / path).read_bytes()
@@ -167,6 +208,11 @@ def test_what_is_no_engine(tmp_path, engine):
         (("tensors", "embed.weight", "shape"), [1 << 70], "tensors['embed.weight'].bytes does not follow"),
         (("tensors", "embed.weight", "dtype"), "complex64", "no dtype, shape and sha256 that can be"),
         (("tensors", "embed.weight", "file"), "weights/none", "tensors['embed.weight'].file is not in files"),
+        (("files", WEIGHTS, "sha256"), "0" * 64, "has no size and hash"),
+        (("files", WEIGHTS, "parts_sha256"), "0" * 63, "has no size and hash"),
+        (("files", WEIGHTS, "parts_sha256"), "", "has no size and hash"),
+        (("files", "report.json", "parts_sha256"), "0" * 64, "has no size and hash"),
+        (("files", "report.json", "sha256"), "", "has no size and hash"),
         (("graphs", "sample", 0, "program"), "program/x.json", "names program/x.json for rank 0"),
         (("models", "main", "phases", "decode"), "main.decod", "main.decod, which is no graph"),
         (("kv_cache", "block_bytes"), 7, "kv_cache.block_bytes does not follow from its widths"),

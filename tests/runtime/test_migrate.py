@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 from support.builds import dsc, hashes, refusal
-from support.damage import change_tensor, flip_byte
+from support.damage import change_tensor, flip_byte, parts_sha256
 from support.small_engine import make_small_engine
 
 from dsc import runtime
@@ -25,28 +26,43 @@ from dsc.runtime.errors import DscError
 from dsc.runtime.manifest import SCHEMA_VERSION
 from dsc.runtime.migrate import STEPS, migrate
 
-# An engine that the version 1 compiler wrote, certificate included, and what it made of two prompts then.
-VERSION_1 = Path(__file__).parent / "version1.engine.tar.xz"
+# Engines that compilers of older versions wrote, certificate included, and what each made of two prompts then.
 PROMPTS = [[5, 6, 7, 8], [9, 10]]
-TOKENS = [
-    [207, 170, 41, 86, 219, 44, 137, 205, 232, 19, 41, 86, 219, 44, 91, 214],
-    [17, 240, 205, 248, 170, 69, 103, 256, 118, 135, 41, 86, 219, 246, 64, 90],
-]
+TOKENS = {
+    1: [
+        [207, 170, 41, 86, 219, 44, 137, 205, 232, 19, 41, 86, 219, 44, 91, 214],
+        [17, 240, 205, 248, 170, 69, 103, 256, 118, 135, 41, 86, 219, 246, 64, 90],
+    ],
+    2: [
+        [38, 4, 113, 25, 108, 148, 98, 139, 101, 256, 220, 149, 31, 121, 194, 241],
+        [252, 93, 234, 184, 116, 79, 60, 131, 195, 254, 225, 149, 168, 71, 111, 104],
+    ],
+}
+WEIGHTS = "weights/rank0-00001.safetensors"
+
+
+def unpacked(version: int, folder: Path) -> Path:
+    with tarfile.open(Path(__file__).parent / f"version{version}.engine.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / f"version{version}.engine"
 
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    with tarfile.open(VERSION_1) as archive:
-        archive.extractall(tmp_path, filter="data")
-    return tmp_path / "version1.engine"
+    """The oldest: it goes through every step."""
+    return unpacked(1, tmp_path)
 
 
-def as_version_1(engine: Path) -> Path:
-    """An engine of today as version 1 would have written it."""
+def as_version(version: int, engine: Path) -> Path:
+    """An engine of today as version 1 or 2 would have written it."""
     path = engine / "manifest.json"
     manifest = json.loads(path.read_text())
-    manifest.pop("serving")
-    path.write_bytes(codec.dump_json({**manifest, "schema_version": 1}))
+    if version == 1:
+        manifest.pop("serving")
+    for name, entry in manifest["files"].items():
+        if entry.pop("parts_sha256", None):
+            entry["sha256"] = hashlib.sha256((engine / name).read_bytes()).hexdigest()
+    path.write_bytes(codec.dump_json({**manifest, "schema_version": version}))
     return engine
 
 
@@ -59,20 +75,35 @@ def test_there_is_a_step_from_every_older_version():
     assert list(STEPS) == list(range(1, SCHEMA_VERSION))
 
 
-def test_an_engine_that_version_1_wrote(old):
+@pytest.mark.parametrize("version", TOKENS)
+def test_an_engine_that_an_older_version_wrote(version, tmp_path):
+    old = unpacked(version, tmp_path)
     before = hashes(old)
     text = refusal("generate", old, "--prompt", "x")
     assert f"{old}/manifest.json: the engine has another schema version" in text
     assert f"try     dsc migrate {old}" in text
     result = dsc("migrate", old)
     assert result.exit_code == 0
-    assert f"{old}: schema version 1 is now {SCHEMA_VERSION}, " in result.stdout
+    assert f"{old}: schema version {version} is now {SCHEMA_VERSION}, " in result.stdout
     after = hashes(old)
     assert {name for name in before if before[name] != after.get(name)} == {"manifest.json"}
     assert after.keys() == before.keys()
     assert dsc("inspect", old, "--verify").exit_code == 0
-    assert greedy(old, PROMPTS, 16) == TOKENS
+    assert greedy(old, PROMPTS, 16) == TOKENS[version]
     assert EngineFolder.open(old).manifest.serving is None
+
+
+@pytest.mark.parametrize("version", TOKENS)
+def test_files_of_tensors_are_hashed_by_their_parts_then(version, tmp_path):
+    old = unpacked(version, tmp_path)
+    before = json.loads((old / "manifest.json").read_text())
+    migrate(old)
+    after = json.loads((old / "manifest.json").read_text())
+    places = [(tensor["offset"], tensor["bytes"]) for tensor in after["tensors"].values()]
+    content = (old / WEIGHTS).read_bytes()
+    wanted = {"bytes": len(content), "parts_sha256": parts_sha256(content, places)}
+    assert after["files"] == {**before["files"], WEIGHTS: wanted}
+    assert after["tensors"] == before["tensors"]
 
 
 def test_what_was_measured_still_holds(old):
@@ -86,10 +117,11 @@ def test_what_was_measured_still_holds(old):
         certificate.read(EngineFolder.open(old))
 
 
-def test_the_same_engine_as_one_built_anew(tmp_path, wint4_folder, wint4):
+@pytest.mark.parametrize("version", TOKENS)
+def test_the_same_engine_as_one_built_anew(version, tmp_path, wint4_folder, wint4):
     """Also its hash, which tells engines apart: how it came to be is no part of it."""
-    engine = as_version_1(shutil.copytree(wint4_folder, tmp_path / "x.engine"))
-    assert migrate(engine).before == 1
+    engine = as_version(version, shutil.copytree(wint4_folder, tmp_path / "x.engine"))
+    assert migrate(engine).before == version
     assert EngineFolder.open(engine).content_hash == EngineFolder.open(wint4_folder).content_hash
     prompts = ["def main(", "import "]
     wanted = wint4.generate(prompts, max_tokens=12, temperature=0, ignore_eos=True)
@@ -141,6 +173,11 @@ def test_a_damaged_engine(old):
     text = refused(old)
     assert f"the bytes of {name} changed" in text
     change_tensor(old, name, flip_byte(0))
+    weights = old / WEIGHTS
+    content = weights.read_bytes()
+    weights.write_bytes(content[:4000] + b"!" + content[4001:])  # between the header's text and the first tensor
+    assert f"{WEIGHTS}: its bytes changed" in refused(old)
+    weights.write_bytes(content)
     report = old / "report.json"
     report.write_bytes(report.read_bytes().replace(b"1", b"2", 1))
     assert "report.json: its bytes changed" in refused(old)

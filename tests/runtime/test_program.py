@@ -38,8 +38,11 @@ def steps():
     )
     pieces = Repeat("ceil_div(T,2)", (Copy(Pointer("x", "I*8"), y, 8), Repeat(2, (Fill(Pointer("y", "I+J"), 1),), "J")))
     gemm = Gemm(Matrix(x, "float32", 4), Matrix(Pointer("w"), "float32", 4, True), Matrix(y, "float32", 4), "T", 4, 4)
+    codes = [Matrix(Pointer(name), "float8_e4m3fn", 512, name == "w") for name in ("x", "w")]
+    scales = {"a_scales": Pointer("x"), "b_scales": Pointer("w")}
+    scaled = Gemm(*codes, Matrix(y, "bfloat16", 16), "ceil_div(T,4)*4", 16, 512, **scales)
     gather = Collective("all_gather", "tensor", Pointer("far", rank=1), Pointer("far"), "float32", "T")
-    return (kernel, pieces, gemm, gather, Fill(Pointer("clear"), "T*4", 255))
+    return (kernel, pieces, gemm, gather, Fill(Pointer("clear"), "T*4", 255), scaled)
 
 
 def program():
@@ -91,6 +94,7 @@ def damage(path, value):
 
 
 STEP = ("nodes", 1, "variants", 0, "steps", 0)
+SCALED = ("nodes", 1, "variants", 0, "steps", 5)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +137,15 @@ STEP = ("nodes", 1, "variants", 0, "steps", 0)
         ((*STEP, "grid"), [1, 1], "grid is of the wrong kind"),
         ((*STEP, "arguments", 0, "operand"), "z", "arguments[0] names no operand: 'z'"),
         ((*STEP, "arguments", 0, "rank"), 1, "arguments[0] names a rank"),
+        ((*SCALED, "a_scales"), None, "steps[5] has scales of one side only"),
+        ((*SCALED, "b_scales"), ..., "steps[5] has scales of one side only"),
+        ((*SCALED, "b_scales", "operand"), "z", "steps[5].b_scales names no operand: 'z'"),
+        ((*SCALED, "a_scales", "offset"), "P", "steps[5].a_scales.offset reads a letter that has no bound"),
+        ((*SCALED, "a", "dtype"), "bfloat16", "steps[5] has scales and other matrices than they are for"),
+        ((*SCALED, "b", "transposed"), False, "steps[5] has scales and other matrices than they are for"),
+        ((*SCALED, "k"), 640, "steps[5] has scales and no size for them"),
+        ((*SCALED, "n"), "T", "steps[5] has scales and no size for them"),
+        ((*SCALED, "alpha"), 2, "steps[5] has scales and is no plain product"),
         (("nodes", 1, "variants", 0, "guard"), "T <", "variants[0].guard: "),
         (("nodes", 1, "variants", 0, "guard"), "Q < 2", "variants[0].guard reads a letter that has no bound"),
         (("nodes", 1, "variants", 0, "steps", 1, "steps", 1, "letter"), "I", "letter counts a loop around it"),
@@ -140,6 +153,13 @@ STEP = ("nodes", 1, "variants", 0, "steps", 0)
 )
 def test_refuses(path, value, message):
     assert message in damage(path, value)
+
+
+def test_a_gemm_of_an_engine_from_before_there_were_scales():
+    data = json.loads(codec.dump_json(program().to_json()))
+    gemm = data["nodes"][1]["variants"][0]["steps"][2]
+    assert {gemm.pop("a_scales", None), gemm.pop("b_scales", None)} == {None}
+    assert Program.from_json(data, WHERE) == program()
 
 
 def test_all_faults_at_once():

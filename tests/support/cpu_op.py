@@ -62,7 +62,7 @@ class CpuOp:
         self.operands.update(changed)
         with torch.inference_mode():
             results = self._run(step or StepMemo())
-        outputs = dict(zip([t.name for t in self.op.outputs], results, strict=True))
+        outputs = dict(zip([t.name for t in self.op.outputs_of(self.attributes)], results, strict=True))
         if not changed:
             assert [type_of(t) for t in results] == self.declared
         return outputs
@@ -76,7 +76,7 @@ class CpuOp:
     def _node(self, constants: Sequence[str]) -> CpuNode:
         slots = {name: tensor for name in self.op.slot_names() if (tensor := self._slot(name)) is not None}
         types = {name: type_of(tensor) for name, tensor in slots.items()}
-        types.update(zip([t.name for t in self.op.outputs], self.declared, strict=True))
+        types.update(zip([t.name for t in self.op.outputs_of(self.attributes)], self.declared, strict=True))
         return CpuNode(
             name="node",
             op=self.op.name,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -33,8 +33,21 @@ def rehash(engine: Path) -> None:
             tensor["sha256"] = hashlib.sha256(file.read(tensor["bytes"])).hexdigest()
     for name, file_entry in manifest["files"].items():
         content = (engine / name).read_bytes()
-        file_entry.update(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+        places = [(t["offset"], t["bytes"]) for t in manifest["tensors"].values() if t["file"] == name]
+        digest = {"parts_sha256": parts_sha256(content, places)} if places else {"sha256": _sha256(content).hex()}
+        file_entry.update(bytes=len(content), **digest)
     path.write_bytes(codec.dump_json(manifest))
+
+
+def parts_sha256(content: bytes, places: Iterable[tuple[int, int]]) -> str:
+    """What a manifest says of a file with tensors at (byte, length): of it with their digests in their places."""
+    for offset, length in sorted(places, reverse=True):
+        content = content[:offset] + _sha256(content[offset : offset + length]) + content[offset + length :]
+    return _sha256(content).hex()
+
+
+def _sha256(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
 
 
 def flip_byte(at: int) -> Callable[[torch.Tensor], None]:

@@ -187,6 +187,15 @@ def _gpu_program(engine: EngineFolder) -> Program:
         Kernel("kernels/a.cubin", "k", ("min(T, SMS*2)", 1, 1), (128, 1, 1), arguments, (2, 1, 1), 1024, True),
         Repeat("ceil_div(T,2)", (Copy(x, y, 8), Repeat(2, (Fill(Pointer(node.outputs[0], "I+J"), 1),), "J"))),
         Gemm(Matrix(x, "float32", 4), Matrix(w, "float32", 4, True), Matrix(y, "float32", 4), "T", 4, 4),
+        Gemm(
+            *(Matrix(at, "float8_e4m3fn", 512, at is w) for at in (x, w)),
+            Matrix(y, "bfloat16", 16),
+            "ceil_div(T,4)*4",
+            16,
+            512,
+            a_scales=x,
+            b_scales=w,
+        ),
     )
     with_steps = replace(node, variants=(Variant(steps, "T <= 64"), Variant(())))
     return replace(found, nodes=(*found.nodes[:2], with_steps, *found.nodes[3:]))
@@ -224,8 +233,8 @@ def journal(folder: Path) -> Target:
         for number, errors in found.jobs.items():
             assert type(number) is int
             assert isinstance(errors, Errors)
-        for location, (sha256, tensors) in found.files.items():
-            assert all(isinstance(text, str) for text in (location, sha256, *tensors, *tensors.values()))
+        for location, (digest, tensors) in found.files.items():
+            assert all(isinstance(text, str) for text in (location, digest, *tensors, *tensors.values()))
         ", ".join(found.differs)
         found.begin()
         found.close()

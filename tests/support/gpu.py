@@ -128,7 +128,8 @@ def node_program(
         role = "state" if slot in aliased else "input" if any(isinstance(d, str) for d in type_.shape) else "weight"
         size = nbytes(type_.dtype, type_.shape, letters)
         operands[slot] = Operand(type_.dtype, type_.shape, role, size, tensor=slot if role == "weight" else "")
-    for tensor, type_ in zip(op.outputs, made, strict=True):
+    outputs = op.outputs_of(attributes)
+    for tensor, type_ in zip(outputs, made, strict=True):
         size = nbytes(type_.dtype, type_.shape, letters)
         operands[tensor.name] = Operand(
             type_.dtype, type_.shape, "state" if tensor.alias else "output", size, alias=tensor.alias
@@ -139,14 +140,14 @@ def node_program(
         onnx_sha256="",
         letters=letters,
         inputs=tuple(step),
-        outputs=tuple(t.name for t in op.outputs),
+        outputs=tuple(t.name for t in outputs),
         operands=operands,
         nodes=(
             ProgramNode(
                 name=op_name.lower(),
                 op=op_name,
                 inputs=tuple(slot if slot in operands else "" for slot in slots),
-                outputs=tuple(t.name for t in op.outputs),
+                outputs=tuple(t.name for t in outputs),
                 attributes=dict(attributes),
             ),
         ),

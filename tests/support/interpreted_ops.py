@@ -24,6 +24,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from dsc.compiler.lower_gpu import lower_gpu
 from dsc.plugins.gpu_node import TRITON_TYPES, Arch, Compiled, CudaSource, TritonSource
+from dsc.plugins.stored import norm_codes
 from dsc.runtime.expressions import LETTERS, evaluate, parse_guard
 from dsc.runtime.program import Program
 from dsc.runtime.steps import Gemm, Kernel, Matrix, Pointer, Repeat, Scalar, Step
@@ -31,7 +32,8 @@ from support.compare import compare
 from support.gpu import POISON, case_inputs, check_clear, node_program
 from support.op_cases import CASES, Case, Draw, formats_of, model_widths
 
-FORMATS = ("bf16", "fp8", "wint8", "wint4:128", "mixed")
+FORMATS = ("bf16", "fp8", "fp8:ue8m0", "wint8", "wint4:128", "mixed")
+QUANTIZE = ("fp8", "fp8:ue8m0")
 FEWER = {
     "Embedding": ("bf16",),
     "MlaAttention": ("bf16", "wint8"),
@@ -49,7 +51,7 @@ class Sources:
     by_name: dict[str, TritonSource | CudaSource] = field(default_factory=dict)
 
     def compile(self, source: TritonSource | CudaSource) -> Compiled:
-        name = f"kernels/{len(self.by_name)}.cubin"
+        name = next((n for n, s in self.by_name.items() if s == source), f"kernels/{len(self.by_name)}.cubin")
         self.by_name[name] = source
         return Compiled(name, source.function if isinstance(source, TritonSource) else source.entry, threads=32)
 
@@ -152,6 +154,31 @@ def check_split(format_: str, dtype: torch.dtype) -> None:
     assert any(operand.role == "zeroed" for operand in node.program.operands.values()), format_
 
 
+def check_gathered() -> None:
+    """A head on so many rows that they are gathered for cuBLAS."""
+    draw = Draw(40, torch.bfloat16, "bf16", torch.Generator().manual_seed(2))
+    operands = {"hidden": draw.activations(40, 512), "logit_rows": draw.integers(0, 40, 66), "w": draw.weight(112, 512)}
+    node = compare_op(Case("LmHead", operands, {"logits": "linear"}, {}), torch.bfloat16, "bf16", 66)
+    assert "lmhead/w.gathered" in node.program.operands
+
+
+def check_codes(op: str, quantize: str, dtype: torch.dtype, tokens: int, width: int) -> None:
+    """A norm's codes and scales are those of the y that it made, bit for bit; the last row's are mostly below 2^-6."""
+    draw = Draw(tokens, dtype, "bf16", torch.Generator().manual_seed(width))
+    operands = {"x": draw.activations(tokens, width), "weight": draw.floats(width) + 0.5}
+    operands["x"][:1] = 0.0
+    operands["x"][-1:, 1:] /= 500
+    if op == "AddRmsNorm":
+        operands["residual"] = operands["x"].flip(0)
+    case = Case(op, operands, {"y": "norm", "sum": "copy"}, {"epsilon": 1e-6, "quantize": quantize}, ("weight",))
+    got, want = InterpretedOp(case, {"T": 64, "B": 4, "R": 64})(), case.bind("reference")()
+    what = f"dsc.{op}, {quantize}, {tokens} x {width}, {dtype}"
+    compare(case, "y", got["y"], want["y"], dtype, what)
+    codes, scales = norm_codes(got["y"], quantize)
+    assert torch.equal(got["codes"].view(torch.uint8), codes.view(torch.uint8)), what
+    assert torch.equal(got["scales"], scales), what
+
+
 def compare_op(case: Case, dtype: torch.dtype, format_: str, tokens: int, damaged: bool = False) -> InterpretedOp:
     """Run a case interpreted, compare every output with the reference's; the node that ran."""
     want = case.bind("reference")()
@@ -173,6 +200,12 @@ def main(ops: Sequence[str], damaged: bool = False) -> None:
                 check(op, format_, dtype, tokens, damaged)
             if op == "Linear":
                 check_split(format_, dtype)
+            if op == "LmHead" and (format_, dtype) == ("bf16", torch.bfloat16):
+                check_gathered()
+        for quantize in QUANTIZE if op.endswith("RmsNorm") else ():
+            for dtype in (torch.bfloat16, torch.float32):
+                for tokens, width in ((1, 7168), (3, 2048), (33, 200), (3, 96)):
+                    check_codes(op, quantize, dtype, tokens, width)
         print(f"{op}: {len(kinds)} kinds fit")
 
 

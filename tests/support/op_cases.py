@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 
 from dsc.plugins.schema import Attribute, load_op
-from dsc.plugins.stored import StoredWeight
+from dsc.plugins.stored import StoredWeight, norm_codes
 from support.cpu_op import CpuOp, Operand, type_of
 from support.paged import make_batch, rope_tables
 from support.random_weights import random_weight
@@ -89,6 +89,12 @@ class Draw:
             name = "wint4:32"
         return random_weight(name, shape, self.generator)
 
+    def codes(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """x as the norm before gives it beside x, for one of the fp8 formats; the other quantizes x itself."""
+        if self.format != "fp8:ue8m0":
+            return {}
+        return dict(zip(("x_codes", "x_scales"), norm_codes(x, self.format), strict=True))
+
     def slots(self) -> torch.Tensor:
         """int32 [T] slots; every fourth row is padding."""
         rows = torch.arange(self.tokens, dtype=torch.int32)
@@ -115,7 +121,7 @@ def _add_rms_norm(draw: Draw) -> Case:
 
 def _linear(draw: Draw) -> Case:
     operands = {"x": draw.activations(draw.tokens, 192), "w": draw.weight(72, 192)}
-    return Case("Linear", operands, {"y": "linear"}, {})
+    return Case("Linear", operands | draw.codes(operands["x"]), {"y": "linear"}, {})
 
 
 def _swiglu(draw: Draw) -> Case:
@@ -150,7 +156,7 @@ def _moe(draw: Draw) -> Case:
         "shared_up": draw.weight(2 * F, D, format_="fp32" if mixed else ""),
         "shared_down": draw.weight(D, 2 * F),
     }
-    return Case("Moe", operands, {"y": "moe"}, {})
+    return Case("Moe", operands | draw.codes(operands["x"]), {"y": "moe"}, {})
 
 
 def _mtp_input(draw: Draw) -> Case:
@@ -192,6 +198,7 @@ def _qkv(draw: Draw) -> Case:
     }
     if mixed:
         operands["w_kv"] = draw.weight(kv_rows, D, format_="wint8")
+    operands |= draw.codes(operands["x"])
     kinds = {"q": "linear", "latent": "linear", "k_rope": "linear", "cache_out": "linear"}
     return Case("Qkv", operands, kinds, attributes, ("q_norm", "kv_norm", "cos", "sin"))
 

@@ -1,7 +1,7 @@
 """Rows of logits and sampling parameters for the Sample op, awkward ones among them.
 
 As a program, with TRITON_INTERPRET=1 in the environment: the GPU kernels of Sample run on the CPU, interpreted, against
-the reference. It says which cases differ and ends with their number.
+the reference. It says which cases differ and ends with their number; `longest` says how many candidates rows of real models have.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ import torch
 
 from dsc.plugins.sample.reference import reference
 
-KINDS = ("normal", "flat", "wide", "ties", "equal", "odd")
+KINDS = ("normal", "flat", "wide", "ties", "equal", "odd", "zipf")
+
+
+def zipf(rows: int, vocabulary: int, g: torch.Generator) -> torch.Tensor:
+    """Logits as language models have them, in any order: they fall with the logarithm of the rank."""
+    ranks = torch.argsort(torch.rand(rows, vocabulary, generator=g), 1)
+    return 12 - 2.2 * torch.log1p(ranks.float()) + 0.5 * torch.randn(rows, vocabulary, generator=g)
 
 
 def make_case(rows: int, vocabulary: int, kind: str, seed: int) -> dict[str, torch.Tensor]:
@@ -29,6 +35,8 @@ def make_case(rows: int, vocabulary: int, kind: str, seed: int) -> dict[str, tor
         return torch.where(uniform(rows) < share, values, torch.full_like(values, otherwise))
 
     logits = torch.randn(rows, vocabulary, generator=g) * {"flat": 0.01, "wide": 6.0}.get(kind, 1.7)
+    if kind == "zipf":
+        logits = zipf(rows, vocabulary, g)
     if kind == "ties":
         logits = (logits * 2).round() / 2
     if kind == "equal":
@@ -93,12 +101,12 @@ def interpreted(
         "candidates": torch.full((R, 2, candidates), -1, dtype=ints), "lengths": torch.full((R,), -1, dtype=ints),
         "tokens": torch.full((R,), -7, dtype=ints), "accepted": torch.full((R,), -7, dtype=ints),
         "logprobs": torch.zeros(R), "V": V, "W": W, "S": S, "S2": S2, "SPLIT": split, "K": K, "CHUNK": chunk,
-        "WINDOW": window, "CANDIDATES": candidates, "PDL": False, "R": R, "BLOCK": 4,
+        "WINDOW": window, "CANDIDATES": candidates, "PDL": False, "R": R, "BLOCK": 4, "AHEAD": 4,
     }  # fmt: skip
     launches = (
         ("scan", (R, S)),
-        ("coarse", (R, S)),
-        ("gather", (R, S)),
+        ("coarse", (3,)),
+        ("gather", (5,)),
         ("pick", (R,)),
         ("pick", (R,)),
         ("accept", (1,)),
@@ -106,7 +114,7 @@ def interpreted(
     for number, (name, grid) in enumerate(launches):
         function = getattr(kernel, f"sample_{name}")
         function[grid](*[{**given, "WHOLE": number == 3}[parameter] for parameter in function.arg_names])
-    return {name: given[name] for name in ("tokens", "accepted", "logprobs")}
+    return {name: given[name] for name in ("tokens", "accepted", "logprobs", "lengths")}
 
 
 def check(seeds: int, kinds: Sequence[str] = KINDS) -> Iterator[str]:
@@ -119,7 +127,24 @@ def check(seeds: int, kinds: Sequence[str] = KINDS) -> Iterator[str]:
                 yield f"{kind}, seed {seed}, vocabulary {vocabulary}: {line}"
 
 
+def longest_head() -> int:
+    """Most candidates of a row whose logits are as models have them, of R1's vocabulary, whatever top_p and top_k are."""
+    from dsc.plugins.sample import kernel
+
+    settings = [(heat, top_p, top_k) for heat in (0.6, 1.0) for top_p in (0.95, 1.0) for top_k in (0, 50)]
+    heats, shares, numbers = (torch.tensor(values) for values in zip(*settings, strict=True))
+    rows = len(settings)
+    case = make_case(rows, 129280, "zipf", 1) | {"temperature": heats, "top_p": shares, "top_k": numbers.int()}
+    case |= {"min_p": torch.zeros(rows), "token_mask": torch.full_like(case["token_mask"], -1)}
+    got = interpreted(case, kernel.SPLIT, kernel.CHUNK, kernel.WINDOW, kernel.CANDIDATES)
+    assert not differences(got, reference(**case))
+    return int(got["lengths"].max())
+
+
 if __name__ == "__main__":
     assert os.environ.get("TRITON_INTERPRET") == "1"
+    if sys.argv[1:] == ["longest"]:
+        print(longest_head())
+        sys.exit()
     found = list(check(int(sys.argv[1]), sys.argv[2:] or KINDS))
     print("\n".join([*found, f"{len(found)} differences"]))

@@ -71,6 +71,7 @@ def test_syntax_errors_and_undeclared_tensors_are_told():
 
 def test_header_round_trip_and_its_errors():
     given = replace(INFO, model="mtp", layers=(4,), done=("insert_embedding", "fuse_qkv"))
+    given = replace(given, formats={"experts": "wint4", "attention": "fp8"})
     assert read_header(header(given) + TEXT, INFO) == given
     assert read_header(TEXT, INFO) == INFO
     with pytest.raises(DscError, match="unknown fact layer\n") as error:

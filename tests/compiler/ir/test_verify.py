@@ -202,3 +202,26 @@ def test_tidy_goes_deeper_than_python_recurses():
     graph.gs.nodes.reverse()
     graph.tidy()
     assert [node.name for node in graph.nodes] == [f"n{number}" for number in range(3000)]
+
+
+NORM = """
+main (float[T,192] x) => (float[T,192] y)
+<float[192] w, float8e4m3fn[T,192] codes, float[2,T] scales>
+{
+  [norm] y, codes, scales = dsc.RmsNorm<epsilon=1e-6, quantize="fp8">(x, w)
+}
+"""
+
+
+def test_outputs_that_an_attribute_brings():
+    verify(from_text(NORM, INFO))
+    for old, new, text in (
+        ('quantize="fp8"', "quantize=1", "dsc.RmsNorm: attribute quantize is 1, wanted fp8 or fp8:ue8m0"),
+        ('"fp8"', '"wint8"', "dsc.RmsNorm: attribute quantize is 'wint8', wanted fp8 or fp8:ue8m0"),
+        (', quantize="fp8"', "", "dsc.RmsNorm has 1 outputs, the node 3"),
+        ("y, codes, scales =", "y =", "dsc.RmsNorm has 3 outputs, the node 1"),
+        ("float[2,T]", "float[T,2]", "scales is recorded as float32 [T, 2], its op makes float32 [2, T]"),
+        ("quantize", "quantise", "dsc.RmsNorm: unknown attribute quantise, known: epsilon, quantize"),
+    ):
+        assert old in NORM
+        assert faults(from_text(NORM.replace(old, new), INFO)) == [("norm", text)]

@@ -5,18 +5,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.engines import TINY_R1
+from support.engines import ROOT, TINY_R1
 from support.families import make_checkpoint
 
 from dsc.compiler.checkpoint import Checkpoint
 from dsc.compiler.config import read_config
 from dsc.compiler.graphs import make_graphs
 from dsc.compiler.lower import lower
+from dsc.compiler.model_shapes import read_shape
 from dsc.compiler.planning.ops import PlannedOp, missing_passes, planned_ops
 from dsc.compiler.planning.sharding import Mesh
 from dsc.compiler.planning.weights import planned_weights
 from dsc.compiler.planning.work import Step, work
-from dsc.compiler.recipe import load_recipe, packaged_recipes
+from dsc.compiler.recipe import load_recipe, packaged_recipes, parse_recipe
 from dsc.runtime.bench_floor import Rates, StepFacts, step_floor
 from dsc.runtime.bench_layers import Part
 from dsc.runtime.bench_nodes import node_times
@@ -91,6 +92,21 @@ def test_work_is_the_floor_of_the_program(
         assert floor.bytes - left_out <= found.bytes <= floor.bytes, op
         checked.add(op.op)
     assert checked == {node.op for node in program.nodes} & set(STORED)
+
+
+def test_norms_make_codes_for_the_readers_of_their_layers() -> None:
+    text = (ROOT / "recipes" / "r1-wint4.yaml").read_text()
+    default = "default: {format: fp8, block: [128, 128]}"
+    assert default in text
+    text = text.replace(default, "default: {format: wint8}\n      dense_mlp: {format: fp8}")
+    spec, after = read_shape("deepseek-ai/DeepSeek-R1")[0], "layers.*.post_attention_layernorm"
+    wanted = {"with": [(3, {"quantize": "fp8"}), (58, {})], "without": [(61, {})]}
+    for name, given in (("with", text), ("without", text.replace("  - quantize_norms\n", ""))):
+        recipe = parse_recipe(given, "mine.yaml", "mine").override(ranks=1)
+        ops = planned_ops(spec, recipe, planned_weights(spec, recipe), Mesh(1, 1), "decode")
+        norms = [op for op in ops if op.op in ("RmsNorm", "AddRmsNorm")]
+        assert [(op.count, op.formats) for op in norms if op.name == after] == wanted[name]
+        assert [(op.count, op.formats) for op in norms if op.name != after] == [(1, {}), (60, {}), (1, {})]
 
 
 def test_every_recipe_inserts_what_is_taken_for_granted() -> None:

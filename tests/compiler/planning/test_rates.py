@@ -166,6 +166,20 @@ def test_other_formats_are_told(table: Table) -> None:
     assert any("Linear" in note and note.startswith("scaled from other formats: ") for note in notes), notes
 
 
+def test_norms_that_were_measured_before_they_quantized(table: Table) -> None:
+    """Their readers were measured quantizing, so that the sum is a measured one."""
+    source = table.sources[0]
+    bare = [replace(e, op=replace(e.op, formats={})) if "quantize" in e.op.formats else e for e in source.entries]
+    assert bare != list(source.entries)
+    made = predictor(table, SLICE, "r1-wint4")
+    before = predictor(replace(table, sources=(replace(source, entries=tuple(bare)),)), SLICE, "r1-wint4")
+    assert before.decode(16, 2048).seconds == pytest.approx(made.decode(16, 2048).seconds, rel=1e-3)
+    assert list(before.notes()) == []
+    other = predictor(table, SLICE, "v2-lite-wint4")  # whose norms make no codes
+    other.decode(16, 2048)
+    assert not any("RmsNorm" in note for note in other.notes())
+
+
 def test_an_op_that_was_not_measured_is_told(table: Table) -> None:
     source = table.sources[0]
     bare = replace(source, entries=tuple(e for e in source.entries if e.op.op != "Router"))
