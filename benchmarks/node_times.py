@@ -24,6 +24,7 @@ from support.gpu import Cubins, node_program
 from dsc.compiler.codegen import CubinCompiler
 from dsc.compiler.lower_gpu import lower_gpu
 from dsc.plugins.gpu_node import Arch
+from dsc.plugins.schema import Attribute
 from dsc.runtime.program import Program
 
 ROUNDS = 9
@@ -56,7 +57,7 @@ class Case:
     module: ModuleType
     ways: Mapping[str, Mapping[str, object]]
     given: Mapping[str, torch.Tensor]
-    attributes: Mapping[str, str]
+    attributes: Mapping[str, Attribute]
     letter: str
     most: int
 
