@@ -68,7 +68,8 @@ def attention(
         "cache": empty("uint8", 100, block_bytes),
     }
     attributes = {"heads": heads, "nope": nope, "rope": 64, "v": nope, "latent_dim": 512, "scale": 0.135, "mode": mode}
-    attributes |= {"cache_dtype": dtype, "kv_b_format": format_, "block_tokens": block_tokens, "block_bytes": block_bytes}
+    attributes |= {"cache_dtype": dtype, "kv_b_format": format_}
+    attributes |= {"block_tokens": block_tokens, "block_bytes": block_bytes}
     return lowered("MlaAttention", inputs, attributes, arch, {"T": tokens, "B": 256, "P": 512})
 
 
