@@ -86,14 +86,14 @@ def attention(case: Case, heads: int, count: int, tokens: int) -> Iterator[tuple
     want, limit = last_queries(case, rows), TOLERANCES["attention", "bfloat16"]
     every: dict[str, Calls] = {}
     errors = {"fa3": 0.0}
-    for name, program in made.items():
-        bound = Bound(*program, {**case.given, "o": o})
-        steps = bound.binder.bind(dict(program[0].letters))
+    bound = {name: Bound(*program, {**case.given, "o": o}) for name, program in made.items()}
+    for name, one in bound.items():
+        steps = one.binder.bind(dict(one.binder.program.letters))
         o.view(torch.uint8).fill_(0xFF)
         run([step.call for step in steps], stream)
         first = o.clone()
         run([step.call for step in steps], stream)
-        same = torch.equal(first, o) and not any(tensor.any() for tensor in bound.zeroed)
+        same = torch.equal(first, o) and not any(tensor.any() for tensor in one.zeroed)
         errors[name] = worst_row(o[rows], want) if same else math.inf
         every[name] = [s.call for s in steps if s.name in ("mla_prefill", "sm90_mla_prefill")][:passes] * REPEATS
     if "PEERS" in os.environ:
