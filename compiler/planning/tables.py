@@ -57,7 +57,7 @@ def _facts(plan: Plan) -> Table:
         ("limits", f"{limits.batch_tokens:,} tokens a step, {limits.sequences} sequences, context {limits.context_tokens:,}"),
         ("serves with", _serving(plan)),
         ("build", f"reads {size_text(plan.build.read_bytes)}, needs {size_text(plan.build.disk_bytes)} of disk, about {size_text(plan.build.ram_bytes)} of memory"),
-        ("", f"about {_time(plan.build.seconds)} of conversion on {plan.build.cores} cores, by rates of a Xeon, where disks keep up"),
+        ("", f"about {_time(plan.build.seconds)} of conversion on {plan.build.cores} cores, by measured rates, where disks keep up"),
     ]  # fmt: skip
     return make_table(f"plan of {recipe.name}", ("", ""), rows, header=False)
 

@@ -245,7 +245,7 @@ def test_the_memory_of_a_thread_is_what_emission_reckons_with(name: str) -> None
 
 def test_passing_codes_through_costs_less_than_requantizing() -> None:
     costs = {name: make_plan(load_recipe(name)).build for name in ("r1-fp8", "r1-wint4", "r1-wint8-2node")}
-    assert costs["r1-fp8"].seconds < costs["r1-wint8-2node"].seconds < costs["r1-wint4"].seconds
+    assert costs["r1-fp8"].seconds < min(costs["r1-wint8-2node"].seconds, costs["r1-wint4"].seconds)
     assert all(cost.read_bytes == costs["r1-fp8"].read_bytes for cost in costs.values())
     one, two = (build_cost(R1, planned_weights(R1, load_recipe("r1-wint4")), 0, cores) for cores in (1, 2))
     assert one.seconds == pytest.approx(2 * two.seconds)
