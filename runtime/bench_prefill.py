@@ -66,13 +66,8 @@ class PrefillBench:
 
     def _time(self, prompts: int, context: int) -> _Timed:
         if (prompts, context) not in self._timed:
-            blocks = self._bench.take(prompts, context)
-            try:
-                with torch.inference_mode():
-                    self._timed[prompts, context] = self._measure(context, blocks)
-            finally:
-                for held in blocks:
-                    self._bench.engine.cache.pool.give(held)
+            with self._bench.blocks(prompts, context) as blocks:
+                self._timed[prompts, context] = self._measure(context, blocks)
         return self._timed[prompts, context]
 
     def _measure(self, context: int, blocks: list[list[int]]) -> _Timed:

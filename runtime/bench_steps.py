@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -54,14 +55,9 @@ class Bench:
     # -- decode
 
     def decode(self, batch: int, context: int, plan: Plan) -> DecodePoint:
-        """Measure one point; its blocks are given back."""
-        blocks = self.take(batch, context)
-        try:
-            with torch.inference_mode():
-                return self._decode(batch, context, blocks, plan)
-        finally:
-            for held in blocks:
-                self.engine.cache.pool.give(held)
+        """Measure one point."""
+        with self.blocks(batch, context) as blocks:
+            return self._decode(batch, context, blocks, plan)
 
     def _decode(self, batch: int, context: int, blocks: list[list[int]], plan: Plan) -> DecodePoint:
         program, spec = self.engine.programs["main.decode"].program, self.engine.spec
@@ -181,7 +177,9 @@ class Bench:
 
     # -- memory
 
-    def take(self, sequences: int, context: int) -> list[list[int]]:
+    @contextmanager
+    def blocks(self, sequences: int, context: int) -> Iterator[list[list[int]]]:
+        """The cache's blocks for steps of so many sequences, given back after them; nothing keeps what gradients would need."""
         count = -(-context // self._block_tokens)
         taken = self.engine.cache.pool.take(sequences * count)
         if taken is None:
@@ -190,7 +188,11 @@ class Bench:
                 wanted=f"{sequences * count * self._block_tokens:,} tokens: {sequences} sequences of {context}",
                 got=f"{self.engine.cache.capacity_tokens:,} tokens",
             )
-        return [taken[i * count : (i + 1) * count] for i in range(sequences)]
+        try:
+            with torch.inference_mode():
+                yield [taken[i * count : (i + 1) * count] for i in range(sequences)]
+        finally:
+            self.engine.cache.pool.give(taken)
 
     def room(self, context: int) -> int:
         return self.engine.cache.pool.num_free // -(-context // self._block_tokens)
