@@ -1,7 +1,6 @@
 """The trained checkpoint through every tiny-r1 recipe, against transformers in float32."""
 
 import hashlib
-import math
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import torch
 from support.engines import TINY_R1, compile_tiny
 from support.oracle import Oracle
 from support.plain import PlainFp8
-from support.quality import engine_logits, held_out, judge
+from support.quality import engine_logits, held_out, judge, nats_apart
 from support.tolerances import LOGIT_GAPS
 
 from dsc import runtime
@@ -103,8 +102,7 @@ def test_fp8_is_as_good_as_the_same_computation_in_plain_torch(
 
     exact, quality = judge(same, same, windows), judge(engine_logits(engines["fp8"]), same, windows)
     assert quality.kl < 0.01
-    # Of two models as near as this, log-probabilities of a token differ by a variance of about twice their KL.
-    assert abs(quality.nats - exact.nats) < 3 * math.sqrt(2 * quality.kl / quality.tokens)
+    assert abs(quality.nats - exact.nats) < nats_apart(quality.tokens, quality.kl)
 
 
 @pytest.mark.parametrize("name", FORMATS)

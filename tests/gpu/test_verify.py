@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -13,6 +12,7 @@ import torch
 from click.testing import CliRunner
 from support.damage import change_tensor, double_at, flip_byte, rehash
 from support.engines import TINY_R1, Sequences, compile_tiny, compile_tiny_gpu
+from support.quality import nats_apart
 
 from dsc import runtime
 from dsc.compiler.certify.certify import open_checkpoint, verify_engine
@@ -25,7 +25,7 @@ from dsc.compiler.certify.text import read_windows
 from dsc.compiler.cli import main
 from dsc.compiler.recipe import recipe_from_json
 from dsc.runtime.artifact import EngineFolder
-from dsc.runtime.certificate import Certificate, EndToEnd
+from dsc.runtime.certificate import Certificate
 from dsc.runtime.program import Program
 
 pytestmark = pytest.mark.gpu
@@ -37,13 +37,6 @@ EXPERT = "model.layers.2.mlp.experts.down_proj.scales"
 ERRORS = {"wint4": (0.85, 1.2), "fp8": (0.5, 2.0), "bf16": (0.3, 3.0)}
 
 Build = Callable[[str], Path]
-
-
-def spread(one: EndToEnd, other: EndToEnd) -> float:
-    """How far nats a token of two engines may be apart: of models this near the unquantized one, log-probabilities of a token
-    differ from its by a variance of about twice their KL.
-    """
-    return 3 * math.sqrt(2 * (one.kl + other.kl) / one.tokens) + 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +69,7 @@ def test_layers_are_as_near_as_on_the_cpu(name: str, certify: Callable[[str], Ce
     print(f"{name}: KL {end.kl:.5f}, on the CPU {cpu_end.kl:.5f}; nats {end.nats:.4f}, {cpu_end.nats:.4f}")
     # Not nearer: of fp8, where a last bit tips values into the next code, two sound engines differ by 40 % in KL.
     assert end.kl < 1.25 * cpu_end.kl + 0.001
-    assert end.nats == pytest.approx(cpu_end.nats, abs=spread(end, cpu_end))
+    assert end.nats == pytest.approx(cpu_end.nats, abs=nats_apart(end.tokens, end.kl, cpu_end.kl) + 1e-3)
     assert end.reference_nats == pytest.approx(cpu_end.reference_nats, abs=1e-5)
     assert end.non_finite == 0
     assert found.mtp is not None
@@ -97,7 +90,7 @@ def test_the_loaded_engine_predicts_what_its_layers_did(
     logits_BTV = torch.cat(rows, 1)[:, :-1].log_softmax(-1)
     nats = -logits_BTV.gather(2, torch.tensor(windows)[:, 1:, None]).mean()
     end = certify(name).end_to_end
-    assert end.nats == pytest.approx(float(nats), abs=spread(end, end))
+    assert end.nats == pytest.approx(float(nats), abs=nats_apart(end.tokens, end.kl, end.kl) + 1e-3)
 
 
 def measured(path: Path, windows: Sequence[Sequence[int]]) -> Numerics:

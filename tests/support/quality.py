@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,13 @@ class Quality:
     @property
     def worst_gap(self) -> float:
         return max(self.disagreements, default=0.0)
+
+
+def nats_apart(tokens: int, *kls: float) -> float:
+    """How far apart the nats a token of two models may be, three deviations: of models this near the reference, by these KLs,
+    log-probabilities of a token differ from its by a variance of about twice their KL.
+    """
+    return 3 * math.sqrt(2 * sum(kls) / tokens)
 
 
 def engine_logits(engine: Engine) -> Logits:
