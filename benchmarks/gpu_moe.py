@@ -21,6 +21,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+from node_times import changed
 from support.gpu import GpuOp, node_program
 
 from dsc.compiler.codegen import CubinCompiler
@@ -138,9 +139,9 @@ def main() -> None:
     # A format's group belongs to it: wint4:128.
     for case in options.cases.split(","):
         for pairs in options.dequantize_pairs.split(","):
-            if pairs:
-                kernel.DEQUANTIZE_PAIRS = dict.fromkeys(kernel.DEQUANTIZE_PAIRS, int(pairs))
-            row = moe_row(case, tokens, options.compile_only)
+            settings = {"DEQUANTIZE_PAIRS": dict.fromkeys(kernel.DEQUANTIZE_PAIRS, int(pairs))} if pairs else {}
+            with changed(kernel, settings):
+                row = moe_row(case, tokens, options.compile_only)
             name = f"{case}, {pairs}" if pairs else case
             table.add_row(name, *row)
             print(f"{name}: {' '.join(row)}", flush=True)
