@@ -8,7 +8,7 @@ width; wide 4-bit weights stream through `few_tokens.cu`, integer codes of whole
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import triton
@@ -201,15 +201,15 @@ def multiply(node: GpuNode, x: str, w: str, y: str, count: str = "T", rows: str 
     job = _Job.of(node, x, w, y, count, rows)
     plans = _needed(job.plans(), node.bounds.get(count, 0))
     parts, arrivals = job.scratch(plans)
-    before: dict[str, tuple[tuple[Step, ...], _Job]] = {}
+    before: dict[_Before, tuple[tuple[Step, ...], _Job]] = {}
     variants = []
     for most, way in plans:
         steps: list[Step] = []
-        at, needed = job, job.needs(way)
-        if needed:
-            if needed not in before:
-                before[needed] = getattr(job, needed)()
-            made, at = before[needed]
+        at, make_ready = job, job.before(way)
+        if make_ready is not None:
+            if make_ready not in before:
+                before[make_ready] = make_ready(job)
+            made, at = before[make_ready]
             steps += made
         if isinstance(way, Tile):
             steps.append(at.tile(way, at.splits(most, way), parts, arrivals))
@@ -318,15 +318,15 @@ class _Job:
             return DEQUANTIZE_TOKENS_ODD
         return DEQUANTIZE_TOKENS_SMALL if self.n * self.k < SMALL_VALUES else DEQUANTIZE_TOKENS
 
-    def needs(self, way: Way) -> str:
-        """The method that makes x what a way multiplies by, "" for none."""
+    def before(self, way: Way) -> _Before | None:
+        """The method that makes x what a way multiplies by."""
         if isinstance(way, Many):
-            return "permute"
+            return _Job.permute
         if isinstance(way, Gemm8) and way.padded:
-            return "quantize_padded"
+            return _Job.quantize_padded
         if isinstance(way, Tile | Gemm8) and self.format.kind == "fp8":
-            return "quantize"
-        return "gather" if isinstance(way, Gemm16) and self.rows is not None else ""
+            return _Job.quantize
+        return _Job.gather if isinstance(way, Gemm16) and self.rows is not None else None
 
     def quantize(self, multiple: int = 1) -> tuple[tuple[Step, ...], _Job]:
         """Steps that quantize the activations, unless their norm did, and the job on their codes; rows of scales of a multiple
@@ -477,6 +477,9 @@ class _Job:
         scales = self.x_scales.pointer, self.node.at(f"{self.w}.scales").pointer
         rows = f"ceil_div({self.count},{SCALED_ROWS})*{SCALED_ROWS}" if way.padded else self.count
         return Gemm(a, b, c, m=rows, n=self.n, k=self.k, a_scales=scales[0], b_scales=scales[1])
+
+
+_Before = Callable[[_Job], tuple[tuple[Step, ...], _Job]]
 
 
 def lower(node: GpuNode) -> tuple[Variant, ...]:

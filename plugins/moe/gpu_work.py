@@ -97,17 +97,18 @@ class Work:
 
     def values(self, experts: Experts, name: str) -> Typed:
         """Memory for a stack of experts in bfloat16: `gate`'s or, as large, down's; `up`'s."""
-        count = self.node.width("E") if experts.routed else 1
-        shape = (count * experts.width, self.node.width("D"))
+        shape = (self._number(experts) * experts.width, self.node.width("D"))
         return self.node.add_scratch(f"{experts.gate}.{name}.values", "bfloat16", shape)
 
     def dequantize(self, experts: Experts, name: str, values: Typed) -> Kernel:
         """The step that puts a stack of experts there."""
-        count = self.node.width("E") if experts.routed else 1
         rows, width = self.node.width("D"), experts.width
         if name != experts.down:
             rows, width = width, rows
-        return dequantize(self.node, name, count * rows, width, values)
+        return dequantize(self.node, name, self._number(experts) * rows, width, values)
+
+    def _number(self, experts: Experts) -> int:
+        return self.node.width("E") if experts.routed else 1
 
     def tokens(self, pairs: float) -> int:
         """Tokens of a step in which an expert has `pairs` on average."""
