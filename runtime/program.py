@@ -19,6 +19,7 @@ from dsc.runtime.expressions import (
     names_of,
     parse_guard,
 )
+from dsc.runtime.shards import Cut
 from dsc.runtime.steps import Gemm, Kernel, Pointer, Repeat, Size, Step, Variant, pointers_of, sizes_of, takes_scales
 
 DTYPE_BYTES = {
@@ -39,6 +40,7 @@ class Operand:
             memory that all ranks see
     alias   the operand whose memory this one is, "" for its own
     bytes   at the letters' bounds; a state is sized by the runtime
+    cuts    of a weight: which part of the stored tensor each rank has (dsc.runtime.shards); () for all of it
     """
 
     dtype: str
@@ -48,6 +50,7 @@ class Operand:
     tensor: str = ""
     alias: str = ""
     offset: int | None = None
+    cuts: tuple[Cut, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ OP = Op(
         Tensor("w", "E D", FLOATS),
         Tensor("bias", "E", F32, optional=True),
         Tensor("slots", "T", I32),
+        Tensor("expert_map", "1 E", I32, optional=True),
     ),
     outputs=(Tensor("ids", "T top_k", I32), Tensor("weights", "T top_k", F32)),
     attributes={
@@ -28,6 +29,7 @@ OP = Op(
     top_k best remaining experts, best first; among equals the lower index comes first, for groups and experts alike.
     weights = s[ids], over (their sum + 1e-20) with normalize 1, times scale.
     Rows with slot -1 are padding: ids -1, weights 0.
+    With expert_map, ids are what it says of the chosen experts: their places on this rank, -1 for those of other ranks.
     DeepseekV3TopkRouter and DeepseekV2Moe of transformers; DeepSeek-V3 inference/model.py, Gate.
     """,
 )
