@@ -108,6 +108,8 @@ def _join(parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
     shape = [*parts[0].shape]
     shape[axis] = sum(part.shape[axis] for part in parts)
     joined = parts[0].new_empty(shape)
-    for place, part in zip(joined.split([part.shape[axis] for part in parts], axis), parts, strict=True):
-        place.copy_(part)
+    start = 0
+    for part in parts:
+        joined.narrow(axis, start, part.shape[axis]).copy_(part)
+        start += part.shape[axis]
     return joined
