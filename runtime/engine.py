@@ -109,6 +109,10 @@ def _cache_names(manifest: Manifest) -> list[str]:
     return [f"cache.{layer}" for model in manifest.models.values() for layer in model.layers]
 
 
+def _itself(number: int) -> int:
+    return number
+
+
 class _Checking(threading.Thread):
     """Hashes the engine's files beside other work."""
 
@@ -156,6 +160,7 @@ class Engine:
     ) -> None:
         self._folder = folder
         self.backend = backend
+        self.agree_least: Callable[[int], int] = _itself if group is None else group.agree_least
         manifest = self.manifest
         manifest.check_models(str(folder.path))
         programs = {name: backend.program(name) for name in manifest.graphs}
@@ -169,7 +174,7 @@ class Engine:
         self._tokenizer = cache(partial(Tokenizer, folder.tokenizer_dir))
         generation_config = self._read_generation_config()
         self.defaults = model_defaults(generation_config)
-        self.cache = self._make_cache(cache_tokens, group)
+        self.cache = self._make_cache(cache_tokens)
         for model in self.models.values():
             model.set_caches(self.cache.tensors)
         self.ahead = backend.run_ahead(self.programs)
@@ -349,7 +354,7 @@ class Engine:
         path = self._folder.tokenizer_dir / "generation_config.json"
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
-    def _make_cache(self, cache_tokens: int | None, group: Group | None) -> LatentCache:
+    def _make_cache(self, cache_tokens: int | None) -> LatentCache:
         limits, layout = self.manifest.limits, self.manifest.kv_cache
         names = _cache_names(self.manifest)
         blocks = choose_num_blocks(
@@ -363,10 +368,8 @@ class Engine:
             may_swap=self.backend.device.type == "cpu",
             where=str(self._folder.path),
         )
-        if group is not None:
-            blocks = group.agree_least(blocks)
         sizes = dict.fromkeys(names, layout.block_bytes)
-        return LatentCache.allocate(sizes, layout.block_tokens, blocks, self.backend.device)
+        return LatentCache.allocate(sizes, layout.block_tokens, self.agree_least(blocks), self.backend.device)
 
     def _make_loop(self, prefix_reuse: bool, make_loop: Callable[..., Loop]) -> Loop:
         limits, block_tokens = self.manifest.limits, self.manifest.kv_cache.block_tokens

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -72,6 +74,13 @@ class Loop:
         with self.lock:
             self.check_open()
             return model.run(batch, phase)
+
+    @contextmanager
+    def together(self, kind: str, words: dict[str, Any]) -> Iterator[None]:
+        """Nobody steps meanwhile. On several ranks all of them do what `kind` and `words` tell."""
+        with self.lock:
+            self.check_open()
+            yield
 
     def close(self) -> None:
         """Serve nobody any more; a step that runs is waited for."""

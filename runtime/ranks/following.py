@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from dsc.runtime.batch import Batch
+from dsc.runtime.bench import measure
+from dsc.runtime.bench_points import Plan
 from dsc.runtime.engine import Engine
 from dsc.runtime.errors import DscError
 from dsc.runtime.ranks.channel import Channel, Message
@@ -68,6 +70,7 @@ class Following:
         self._requests: dict[int, Request] = {}
         self._acts: dict[str, Callable[[Message], None]] = {
             "step": self._step, "exchange": self._exchange, "forward": self._forward, "pool": self._change_pool,
+            "bench": self._bench,
         }  # fmt: skip
 
     def serve(self) -> None:
@@ -114,3 +117,6 @@ class Following:
         if method == "find":
             argument = [bytes.fromhex(key) for key in argument]
         getattr(self._engine.cache.pool, method)(argument)
+
+    def _bench(self, message: Message) -> None:
+        measure(self._engine, Plan(**message.body["plan"]))

@@ -20,10 +20,6 @@ class Launch:
     local_rank: int
     local_ranks: int
 
-    @property
-    def is_leader(self) -> bool:
-        return self.rank == 0
-
 
 def find_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
     """What torchrun says in the environment; None where it started no process, or this one alone.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -62,6 +63,7 @@ class LeadingLoop(RankLoop):
         super().__init__(**parts)
         self._followers = followers
         self._count = 0
+        self._acting = 0  # the thread that does something together with the other ranks
         weakref.finalize(self, followers.close)
 
     def step(self, came: Sequence[Request], left: Sequence[Request]) -> None:
@@ -84,13 +86,23 @@ class LeadingLoop(RankLoop):
     def run(self, model: CompiledModel, batch: Batch, phase: str = "") -> tuple[torch.Tensor, torch.Tensor]:
         """See Loop."""
         words, tensors = batch_words(batch)
-        with self.lock, self._together("forward", {"model": model.name, "phase": phase, **words}, tensors):
-            return model.run(batch, phase)
+        with self.lock:
+            self.check_open()
+            with self._together("forward", {"model": model.name, "phase": phase, **words}, tensors):
+                return model.run(batch, phase)
 
     def on_pool(self, method: str, argument: Any, act: Callable[[], Any]) -> Any:
         """Change the pool of blocks from outside of a step, on all ranks."""
-        with self.lock, self._together("pool", {"method": method, "argument": argument}):
+        if self._acting == threading.get_ident():  # in what all ranks do together
             return act()
+        with self.together("pool", {"method": method, "argument": argument}):
+            return act()
+
+    @contextmanager
+    def together(self, kind: str, words: dict[str, Any]) -> Iterator[None]:
+        """See Loop."""
+        with super().together(kind, words), self._together(kind, words):
+            yield
 
     def close(self) -> None:
         """See Loop. The other ranks end."""
@@ -112,10 +124,13 @@ class LeadingLoop(RankLoop):
     def _together(self, kind: str, words: dict[str, Any], tensors: Sequence[torch.Tensor] = ()) -> Iterator[None]:
         """The others do the same meanwhile. An exception that all of them meet goes on to the caller."""
         with held_interrupts(), self.among_ranks():
+            self._acting = threading.get_ident()
             try:
                 self._followers.begin(kind, {"seen": self.seen, "threads": torch.get_num_threads(), **words}, tensors)
                 yield
             except BaseException as error:
                 self._followers.fail(error)
                 raise
+            finally:
+                self._acting = 0
             self._followers.succeed()
