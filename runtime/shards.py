@@ -45,6 +45,9 @@ class Place:
         return {"tensor": self.rank, "expert": self.rank // group, "width": self.rank % group}[by]
 
 
+ALONE = Place(rank=0, tensor=1, expert=1)
+
+
 @dataclass(frozen=True)
 class Span:
     """Elements `start` to `stop` along an axis of a stored tensor."""
