@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx_graphsurgeon as gs
 import pytest
 import torch
-from support.builds import recipe, refusal
+from support.builds import edit_json, recipe, refusal
 from support.engines import ROOT, TINY_R1
 
 from dsc.compiler.build import check_buildable, compile_engine
@@ -20,6 +23,7 @@ from dsc.compiler.ir.weight import CUTS, part_shape
 from dsc.compiler.planning.capacity import make_stages
 from dsc.compiler.planning.weights import planned_weights
 from dsc.compiler.recipe import Recipe, parse_recipe
+from dsc.runtime import codec
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.errors import DscError
 from dsc.runtime.manifest import GraphFiles, Parallel
@@ -201,6 +205,78 @@ def test_kept_rows_are_on_every_rank() -> None:
         [3, 4, 5, 6, 7, 8, 9],
     ]
     assert spans(10, cut, Place(1, 2, 2))[1] == 0
+
+
+# -- what is refused of an engine
+
+
+@pytest.fixture
+def damaged(tmp_path: Path, two_ranks: Path) -> Iterator[Callable[[dict[str, Any]], str]]:
+    """What opening a program says after facts of its operand lm_head.weight are others."""
+    folder = tmp_path / "damaged.engine"
+    shutil.copytree(two_ranks, folder)
+    path = "program/main.decode.json"
+
+    def change(facts: dict[str, Any]) -> str:
+        data = codec.read_json(folder / path, path)
+        data["operands"]["lm_head.weight"].update(facts)
+        content = codec.dump_json(data)
+        (folder / path).write_bytes(content)
+        files = codec.read_json(folder / "manifest.json", "")["files"]
+        files[path] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        edit_json(folder / "manifest.json", files=files)
+        with pytest.raises(DscError) as caught:
+            EngineFolder.open(folder).program("main.decode", rank=1)
+        return caught.value.text()
+
+    return change
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(with_ranks(recipe(), 2, 2), tmp_path_factory.mktemp("two") / "two.engine").path
+
+
+@pytest.mark.parametrize(
+    ("facts", "told"),
+    [
+        (
+            {"cuts": []},
+            "tensor lm_head.weight is of another type\n  wanted  float32 [1024, 256]\n  got     float32 [2048, 256]",
+        ),
+        ({"cuts": [{"axis": 1, "by": "tensor", "size": 128}]}, "got     float32 [2048, 128] of [2048, 256] for a rank"),
+        ({"cuts": [{"axis": 2, "by": "tensor", "size": 1024}]}, "axis 2 by tensor: there are 2 axes"),
+        ({"cuts": [{"axis": 0, "by": "tensor", "size": 1024}] * 2}, "axis 0 by tensor: the axis is cut twice"),
+        ({"cuts": [{"axis": 0, "by": "tensor", "size": 0}]}, "no part has 0 elements and 0 kept of 2048"),
+        (
+            {"cuts": [{"axis": 0, "by": "tensor", "size": 9, "kept": 2048}]},
+            "no part has 9 elements and 2048 kept of 2048",
+        ),
+        (
+            {"cuts": [{"axis": 0, "by": "tensor", "size": 1023}]},
+            "axis 0 by tensor: 2 x 1023 elements do not cover 2048",
+        ),
+        ({"cuts": [{"axis": 0, "by": "width", "size": 1024}]}, "axis 0 by width: 1 x 1024 elements do not cover 2048"),
+        ({"cuts": [{"axis": 0, "by": "heads", "size": 1024}]}, "by is of the wrong kind"),
+        ({"dtype": "int32"}, "wanted  int32 [1024, 256]\n  got     float32 [1024, 256] of [2048, 256] for a rank"),
+    ],
+)
+def test_a_program_of_other_parts_is_refused(
+    damaged: Callable[[dict[str, Any]], str], facts: dict[str, Any], told: str
+) -> None:
+    text = damaged(facts)
+    assert told in text, text
+    assert "program/main.decode.json" in text
+
+
+def test_a_missing_file_is_of_all_ranks(tmp_path: Path, two_ranks: Path) -> None:
+    folder = tmp_path / "missing.engine"
+    shutil.copytree(two_ranks, folder)
+    (folder / "main.decode.onnx").unlink()
+    with pytest.raises(DscError, match=r"main\.decode\.onnx: is missing: a file of 2 ranks"):
+        EngineFolder.open(folder)
+    with pytest.raises(DscError, match=r"no rank 2\n  wanted  0 to 1"):
+        EngineFolder.open(two_ranks).program("main.decode", rank=2)
 
 
 # -- what is refused before any work
