@@ -53,7 +53,7 @@ def facts_table(data: Data) -> Table:
     per_token = " + ".join(f"{count:,} {name}" for name, count in cache["token_bytes"].items() if name != "total")
     rows = [
         ("recipe", f"{engine['recipe'].get('name', '')} of {engine['recipe'].get('model', '')}"),
-        ("target", f"{engine['target']}, {_ranks(engine)}, schema version {engine['schema_version']}"),
+        ("target", f"{engine['target']}, {ranks_text(engine)}, schema version {engine['schema_version']}"),
         ("content hash", engine["content_hash"]),
         ("model", f"{spec['family']}, hidden {spec['hidden_size']}, vocabulary {spec['vocab_size']}"),
         ("layers", f"{layers}, MTP layer {', '.join(map(str, mtp['layers']))}" if mtp else f"{layers}, no MTP"),
@@ -77,7 +77,7 @@ def facts_table(data: Data) -> Table:
     return make_table(engine["name"], ("", ""), rows, header=False)
 
 
-def _ranks(engine: Data) -> str:
+def ranks_text(engine: Data) -> str:
     """`8 ranks: tensor 8, expert 8, pipeline 1`."""
     axes = ", ".join(f"{axis} {ranks}" for axis, ranks in engine["parallel"].items())
     return _count(engine["ranks"], "rank") + (f": {axes}" if engine["ranks"] > 1 else "")

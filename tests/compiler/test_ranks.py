@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ import onnx
 import onnx_graphsurgeon as gs
 import pytest
 import torch
-from support.builds import edit_json, recipe, refusal
+from support.builds import dsc, edit_json, recipe, refusal
 from support.engines import ROOT, TINY_R1
 
 from dsc.compiler.build import check_buildable, compile_engine
@@ -205,6 +206,52 @@ def test_kept_rows_are_on_every_rank() -> None:
         [3, 4, 5, 6, 7, 8, 9],
     ]
     assert spans(10, cut, Place(1, 2, 2))[1] == 0
+
+
+# -- what the commands tell of it
+
+
+def test_inspect(two_ranks: Path) -> None:
+    text = dsc("inspect", two_ranks).stdout
+    assert "cpu, 2 ranks: tensor 2, expert 2, pipeline 1, schema version" in text
+    assert re.search(r"weights of a rank +29\.58 MB", text)
+    assert re.search(r"shard +37 / 37 +37 / 37 +11 / 11 +11 / 11", text)
+    part = "model.layers.1.mlp.experts.down_proj.weight: experts as fp32, 1,048,576 bytes of [16, 256, 128] by expert along axis 0"
+    assert part in dsc("inspect", two_ranks, "--layer", "1").stdout
+    engine = json.loads(dsc("inspect", two_ranks, "--json").stdout)["engine"]
+    assert engine["parallel"] == {"tensor": 2, "expert": 2, "pipeline": 1}
+    given = with_ranks(recipe(), 2, 2)
+    weights = planned_weights(EngineFolder.open(two_ranks).spec, given)
+    (stage,) = make_stages(EngineFolder.open(two_ranks).spec, given, weights, Mesh(2, 2))
+    assert engine["rank_weight_bytes"] == stage.weight_bytes
+
+
+def test_explain(two_ranks: Path) -> None:
+    text = dsc("explain", two_ranks, "model.layers.0.self_attn.o_proj.weight").stdout
+    assert "a rank has [256, 256] of it, by tensor along axis 1" in text
+    assert "a rank has" not in dsc("explain", two_ranks, "model.embed_tokens.weight").stdout
+    text = dsc("explain", two_ranks, "layers.1.mlp.all_reduce").stdout
+    assert "dsc.AllReduce" in text
+    text = dsc("explain", two_ranks, "layers.1.mlp.router").stdout
+    assert "expert_map: int32 [1, 16] of [2, 16], int32" in text
+    assert "experts to places in 2 groups of ranks" in text
+
+
+def test_the_other_commands(two_ranks: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "two.engine"
+    shutil.copytree(two_ranks, folder)
+    assert "nothing to do" in dsc("migrate", folder).stdout
+    verified = json.loads(
+        dsc("verify", folder, "--against", TINY_R1, "--windows", "1", "--window-tokens", "32", "--json").stdout
+    )
+    assert verified["stored"]["tensors"] == len(EngineFolder.open(folder).manifest.tensors)
+    assert verified["end_to_end"]["kl"] < 1e-6
+    one = build(recipe(), tmp_path / "one.engine").path
+    found = json.loads(dsc("diff", one, folder, "--json").stdout)
+    assert [entry["weight"] for entry in found["tensors"]] == ["expert_map"]
+    assert {entry["key"] for entry in found["recipe"]} == {"parallel.tensor", "parallel.expert"}
+    dsc("report", folder, "--html", tmp_path / "page.html")
+    assert "2 ranks: tensor 2, expert 2, pipeline 1" in (tmp_path / "page.html").read_text()
 
 
 # -- what is refused of an engine
