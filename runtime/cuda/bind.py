@@ -6,18 +6,20 @@ import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import ScalingType
 
 from dsc.runtime.cuda import driver
+from dsc.runtime.cuda.call import Call
 from dsc.runtime.errors import DscError
 from dsc.runtime.expressions import evaluate, parse_guard
-from dsc.runtime.program import Program, ProgramNode
+from dsc.runtime.program import IN_ARENA, Program, ProgramNode
 from dsc.runtime.steps import (
     SCALED_ROWS,
     Argument,
+    Collective,
     Copy,
     Fill,
     Gemm,
@@ -31,7 +33,9 @@ from dsc.runtime.steps import (
     Variant,
 )
 
-Call = Callable[[int], object]  # takes the stream; torch calls use the current one, which is the same
+if TYPE_CHECKING:  # what only ranks need takes long to import
+    from dsc.runtime.cuda.collectives import Collectives
+
 _SCALARS: dict[str, Callable[[Any], Any]] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
 
 
@@ -48,14 +52,16 @@ class BoundStep:
 class Binder:
     """Binds the nodes of one program.
 
-    tensors   every operand's memory, as torch tensors on the device at the letters' bounds
-    library   a loaded cubin by its name in the engine
+    tensors      every operand's memory, as torch tensors on the device at the letters' bounds
+    library      a loaded cubin by its name in the engine
+    collectives  how the other ranks are reached; None where there is one
     """
 
     program: Program
     tensors: Mapping[str, torch.Tensor]
     library: Callable[[str], driver.Library]
     num_sms: int
+    collectives: Collectives | None = None
 
     def bind(self, letters: Mapping[str, int]) -> list[BoundStep]:
         """All calls of a step whose letters have these values, in order."""
@@ -63,7 +69,7 @@ class Binder:
         return [
             BoundStep(node.name, name, call)
             for node in self.program.nodes
-            for name, call in self._steps(self._variant(node, values).steps, values)
+            for name, call in self._steps(node, self._variant(node, values).steps, values)
         ]
 
     def _variant(self, node: ProgramNode, values: Mapping[str, int]) -> Variant:
@@ -72,7 +78,9 @@ class Binder:
                 return variant
         raise DscError(f"{self.program.name}: {node.name} has no variant for this step", got=str(dict(values)))
 
-    def _steps(self, steps: tuple[Step, ...], values: Mapping[str, int]) -> Iterator[tuple[str, Call]]:
+    def _steps(
+        self, node: ProgramNode, steps: tuple[Step, ...], values: Mapping[str, int]
+    ) -> Iterator[tuple[str, Call]]:
         for step in steps:
             if isinstance(step, Kernel):
                 call = self._kernel(step, values)
@@ -86,9 +94,11 @@ class Binder:
                 yield "copy", self._copy(step, values)
             elif isinstance(step, Repeat):
                 for i in range(evaluate(step.count, values)):
-                    yield from self._steps(step.steps, {**values, step.letter: i})
-            else:
-                raise DscError(f"{self.program.name}: a {step.kind} step needs several ranks", got="one rank")
+                    yield from self._steps(node, step.steps, {**values, step.letter: i})
+            elif isinstance(step, Collective):
+                call = self._collective(node, step, values)
+                if call is not None:
+                    yield step.op, call
 
     def _address(self, pointer: Pointer, values: Mapping[str, int]) -> int:
         return self.tensors[pointer.operand].data_ptr() + evaluate(pointer.offset, values)
@@ -144,6 +154,41 @@ class Binder:
         count = evaluate(step.bytes, values)
         source, target = self._bytes(step.source, count, values), self._bytes(step.destination, count, values)
         return lambda stream: target.copy_(source)
+
+    def _collective(self, node: ProgramNode, step: Collective, values: Mapping[str, int]) -> Call | None:
+        where = f"{self.program.name}: {node.name}"
+        if self.collectives is None:
+            raise DscError(f"{where}: a collective step needs several ranks", got="one rank")
+        if step.axis not in ("tensor", "world") or step.op not in ("all_reduce", "all_gather"):
+            got = f"{step.op} over {step.axis}"
+            raise DscError(
+                f"{where}: GPUs have no such step", wanted="all_reduce or all_gather over all ranks", got=got
+            )
+        count = evaluate(step.count, values)
+        if not count:
+            return None
+        every = count * self.collectives.ranks if step.op == "all_gather" else count
+        source = self._elements(step.source, step.dtype, count, values)
+        destination = self._elements(step.destination, step.dtype, every, values)
+        if step.op == "all_gather":
+            return self.collectives.all_gather(source, destination)
+        return self.collectives.all_reduce(source, destination, step.reduce, self._spent(node, step.source.operand))
+
+    def _elements(self, pointer: Pointer, dtype: str, count: int, values: Mapping[str, int]) -> torch.Tensor:
+        kind: torch.dtype = getattr(torch, dtype)
+        found = self._bytes(pointer, count * kind.itemsize, values).view(kind)
+        assert found.numel() == count, (pointer, count, found.shape)
+        return found
+
+    def _spent(self, node: ProgramNode, name: str) -> bool:
+        """Whether an operand is of no use after this node, which may leave anything in it."""
+        root = self.program.root(name)
+        readers = {
+            other.name
+            for other in self.program.nodes
+            if any(one and self.program.root(one) == root for one in other.inputs)
+        }
+        return self.program.operands[root].role in IN_ARENA and readers <= {node.name}
 
     def _matrix(self, matrix: Matrix, rows: int, cols: int, batch: int, values: Mapping[str, int]) -> torch.Tensor:
         dtype = getattr(torch, matrix.dtype)
