@@ -6,7 +6,7 @@ are the whole, bit for bit, and the weights of an engine are the same bytes on a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -67,6 +67,23 @@ def shard_shape(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[int, ...]:
     return tuple(found)
 
 
+def cut_faults(shape: Sequence[int], cuts: Sequence[Cut], tensor: int, expert: int) -> Iterator[str]:
+    """Why cuts leave no parts of a tensor for `tensor` ranks and `expert` groups of them: a line for each reason."""
+    ways = {"tensor": tensor, "expert": expert, "width": tensor // expert}
+    seen = set()
+    for cut in cuts:
+        told = f"axis {cut.axis} by {cut.by}"
+        if not 0 <= cut.axis < len(shape):
+            yield f"{told}: there are {len(shape)} axes"
+        elif cut.axis in seen:
+            yield f"{told}: the axis is cut twice"
+        elif cut.size < 1 or not 0 <= cut.kept < shape[cut.axis]:
+            yield f"{told}: no part has {cut.size} elements and {cut.kept} kept of {shape[cut.axis]}"
+        elif cut.size * ways[cut.by] < shape[cut.axis] - cut.kept:
+            yield f"{told}: {ways[cut.by]} x {cut.size} elements do not cover {shape[cut.axis] - cut.kept}"
+        seen.add(cut.axis)
+
+
 def spans(length: int, cut: Cut, place: Place) -> tuple[tuple[Span, ...], int]:
     """What a rank has along a cut axis of `length` elements: spans of the tensor one after another, and how many zeros
     stand behind the first of them."""
@@ -94,6 +111,8 @@ def _join(parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
     shape = [*parts[0].shape]
     shape[axis] = sum(part.shape[axis] for part in parts)
     joined = parts[0].new_empty(shape)
-    for place, part in zip(joined.split([part.shape[axis] for part in parts], axis), parts, strict=True):
-        place.copy_(part)
+    start = 0
+    for part in parts:
+        joined.narrow(axis, start, part.shape[axis]).copy_(part)
+        start += part.shape[axis]
     return joined

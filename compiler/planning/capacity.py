@@ -10,9 +10,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dsc.compiler.ir.mesh import Mesh
+from dsc.compiler.ir.splits import EXPERT_MAP
 from dsc.compiler.ir.weight import DTYPE_BYTES
 from dsc.compiler.planning.gpus import Gpu
-from dsc.compiler.planning.sharding import BY_VOCABULARY, Mesh, rank_bytes, stage_layers
+from dsc.compiler.planning.sharding import rank_bytes, stage_layers
 from dsc.compiler.planning.weights import PlannedWeight
 from dsc.compiler.recipe import Recipe
 from dsc.runtime.manifest import Limits
@@ -61,11 +63,11 @@ def make_stages(spec: ModelSpec, recipe: Recipe, weights: Sequence[PlannedWeight
 
 
 def _holds(spec: ModelSpec, recipe: Recipe, weight: PlannedWeight, stage: int) -> bool:
-    """Whether a stage holds a weight from outside the layers."""
+    """Whether a stage holds a weight from outside the layers; tables of layers are on all of them."""
     first, last = stage == 0, stage == recipe.parallel.pipeline - 1
-    if weight.name == BY_VOCABULARY[0]:
+    if weight.name == "model.embed_tokens.weight":
         return first or (last and (recipe.mtp.enabled or spec.tie_word_embeddings))
-    return last or weight.name.startswith("rope.")
+    return last or weight.name.startswith("rope.") or weight.name == EXPERT_MAP
 
 
 @dataclass(frozen=True)

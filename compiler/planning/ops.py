@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dsc.compiler.planning.sharding import Mesh
+from dsc.compiler.ir.mesh import Mesh
 from dsc.compiler.planning.weights import PlannedWeight, layer_kinds
 from dsc.compiler.recipe import Recipe
 from dsc.runtime.spec import ModelSpec

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from dsc.compiler.ir.mesh import Mesh
 from dsc.compiler.planning.collectives import MEASURED_RANKS, all_reduce_us
 from dsc.compiler.planning.measured import Estimate, Table, scaled_words
 from dsc.compiler.planning.ops import PlannedOp, missing_passes, planned_ops
-from dsc.compiler.planning.sharding import Mesh
 from dsc.compiler.planning.weights import PlannedWeight
 from dsc.compiler.planning.work import Step
 from dsc.compiler.recipe import Recipe

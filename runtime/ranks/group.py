@@ -16,6 +16,7 @@ class Group:
 
     rank         0 is the leader
     local_rank   the rank's number on its own machine: which of the devices there it takes
+    address      by which other ranks reach this machine
     store        where process groups of torch.distributed meet; make it by `store_of`
     agree_least  the smallest of the ranks' numbers, once all of them have come here; DscError if one of them failed
     """
@@ -23,6 +24,7 @@ class Group:
     rank: int
     ranks: int
     local_rank: int
+    address: str
     store: Store
     agree_least: Callable[[int], int]
     _ends: list[Callable[[], None]] = field(default_factory=list)

@@ -11,10 +11,10 @@ from support.families import make_checkpoint
 from dsc.compiler.checkpoint import Checkpoint
 from dsc.compiler.config import read_config
 from dsc.compiler.graphs import make_graphs
+from dsc.compiler.ir.mesh import Mesh
 from dsc.compiler.lower import lower
 from dsc.compiler.model_shapes import read_shape
 from dsc.compiler.planning.ops import PlannedOp, missing_passes, planned_ops
-from dsc.compiler.planning.sharding import Mesh
 from dsc.compiler.planning.weights import planned_weights
 from dsc.compiler.planning.work import Step, work
 from dsc.compiler.recipe import load_recipe, packaged_recipes, parse_recipe

@@ -22,6 +22,7 @@ from dsc.compiler.convert import memory_of
 from dsc.compiler.emission_plan import plan_emission
 from dsc.compiler.emit import gather
 from dsc.compiler.graphs import make_graphs
+from dsc.compiler.ir.mesh import Mesh
 from dsc.compiler.lower import lower
 from dsc.compiler.memory import memory_report
 from dsc.compiler.model_shapes import read_shape
@@ -30,7 +31,7 @@ from dsc.compiler.planning.build_cost import build_cost
 from dsc.compiler.planning.capacity import fit, make_stages, step_memory
 from dsc.compiler.planning.gpus import GPUS
 from dsc.compiler.planning.plan import make_plan
-from dsc.compiler.planning.sharding import Mesh, allowed_meshes, rank_bytes, shard_faults, stage_layers
+from dsc.compiler.planning.sharding import allowed_meshes, rank_bytes, shard_faults, stage_layers
 from dsc.compiler.planning.weights import planned_weights
 from dsc.compiler.recipe import Recipe, load_recipe
 from dsc.runtime.errors import DscError

@@ -7,12 +7,12 @@ import pytest
 from support.engines import ROOT, TINY_R1
 
 from dsc.compiler import build
+from dsc.compiler.ir.mesh import Mesh
 from dsc.compiler.model_shapes import read_shape
 from dsc.compiler.planning.capacity import Settings, step_memory
 from dsc.compiler.planning.gpus import GPUS, default_gpu
 from dsc.compiler.planning.plan import limits_to_try, make_plan
 from dsc.compiler.planning.serving import SEQUENCE_TOKENS, serving_settings
-from dsc.compiler.planning.sharding import Mesh
 from dsc.compiler.recipe import load_recipe
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.manifest import Limits
