@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from dsc.runtime.cuda.call import weak_call
 from dsc.runtime.errors import DscError
 from dsc.runtime.ranks.group import Group
 
@@ -53,7 +54,7 @@ class Nccl:
         made = ctypes.c_void_p()
         self._check("ncclCommInitRank", ctypes.byref(made), group.ranks, unique, group.rank)
         self._communicator = made
-        group.on_end(self.end)
+        group.on_end(weak_call(self, Nccl.end))
 
     def all_reduce(self, source: torch.Tensor, destination: torch.Tensor, reduce: str, stream: int) -> None:
         """destination = the sum (or maximum) of all ranks' sources, contiguous; they may be one tensor."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import _symmetric_memory  # noqa: F401 - defines torch.ops.symm_mem
 
-from dsc.runtime.cuda.call import Call
+from dsc.runtime.cuda.call import Call, weak_call
 from dsc.runtime.ranks.group import Group
 
 RANKS = (2, 4, 8)  # that torch's two-shot kernel is made for
@@ -39,7 +39,7 @@ class SymmetricMemory:
         c10d._register_process_group(self._name, self._group)  # type: ignore[arg-type]
         weakref.finalize(self, c10d._unregister_process_group, self._name)
         self._handle = c10d._SymmetricMemory.rendezvous(memory, self._name)
-        group.on_end(self.end)
+        group.on_end(weak_call(self, SymmetricMemory.end))
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory."""
