@@ -36,6 +36,7 @@ from dsc.runtime.steps import (
 if TYPE_CHECKING:  # what only ranks need takes long to import
     from dsc.runtime.cuda.collectives import Collectives
 
+_Single = Kernel | Gemm | Collective | Fill | Copy  # every step but a repeat
 _SCALARS: dict[str, Callable[[Any], Any]] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
 
 
@@ -66,11 +67,22 @@ class Binder:
     def bind(self, letters: Mapping[str, int]) -> list[BoundStep]:
         """All calls of a step whose letters have these values, in order."""
         values = {**letters, "SMS": self.num_sms}
-        return [
-            BoundStep(node.name, name, call)
-            for node in self.program.nodes
-            for name, call in self._steps(node, self._variant(node, values).steps, values)
-        ]
+        bound: list[BoundStep] = []
+        behind_others = False  # several kernels and events of a library: nothing may start before they end
+        for node in self.program.nodes:
+            for step, at in _flat(self._variant(node, values).steps, values):
+                call = self._step(node, step, at, behind_others)
+                if call is not None:
+                    name = (
+                        step.entry
+                        if isinstance(step, Kernel)
+                        else step.op
+                        if isinstance(step, Collective)
+                        else step.kind
+                    )
+                    bound.append(BoundStep(node.name, name, call))
+                    behind_others = isinstance(step, Collective)
+        return bound
 
     def _variant(self, node: ProgramNode, values: Mapping[str, int]) -> Variant:
         for variant in node.variants:
@@ -78,37 +90,27 @@ class Binder:
                 return variant
         raise DscError(f"{self.program.name}: {node.name} has no variant for this step", got=str(dict(values)))
 
-    def _steps(
-        self, node: ProgramNode, steps: tuple[Step, ...], values: Mapping[str, int]
-    ) -> Iterator[tuple[str, Call]]:
-        for step in steps:
-            if isinstance(step, Kernel):
-                call = self._kernel(step, values)
-                if call is not None:
-                    yield step.entry, call
-            elif isinstance(step, Gemm):
-                yield "gemm", self._gemm(step, values)
-            elif isinstance(step, Fill):
-                yield "fill", self._fill(step, values)
-            elif isinstance(step, Copy):
-                yield "copy", self._copy(step, values)
-            elif isinstance(step, Repeat):
-                for i in range(evaluate(step.count, values)):
-                    yield from self._steps(node, step.steps, {**values, step.letter: i})
-            elif isinstance(step, Collective):
-                call = self._collective(node, step, values)
-                if call is not None:
-                    yield step.op, call
+    def _step(self, node: ProgramNode, step: _Single, values: Mapping[str, int], behind_others: bool) -> Call | None:
+        """The call of one step; None where it has nothing to do."""
+        if isinstance(step, Kernel):
+            return self._kernel(step, values, step.pdl and not behind_others)
+        if isinstance(step, Gemm):
+            return self._gemm(step, values)
+        if isinstance(step, Fill):
+            return self._fill(step, values)
+        if isinstance(step, Copy):
+            return self._copy(step, values)
+        return self._collective(node, step, values)
 
     def _address(self, pointer: Pointer, values: Mapping[str, int]) -> int:
         return self.tensors[pointer.operand].data_ptr() + evaluate(pointer.offset, values)
 
-    def _kernel(self, step: Kernel, values: Mapping[str, int]) -> Call | None:
+    def _kernel(self, step: Kernel, values: Mapping[str, int], pdl: bool) -> Call | None:
         grid = [evaluate(size, values) for size in step.grid]
         if 0 in grid:
             return None  # nothing to do; the driver refuses an empty grid
         function = self.library(step.cubin).function(step.entry, step.shared_bytes)
-        config = driver.launch_config(grid, step.block, step.shared_bytes, step.cluster, step.pdl, step.cooperative)
+        config = driver.launch_config(grid, step.block, step.shared_bytes, step.cluster, pdl, step.cooperative)
         holders = [self._argument(argument, values) for argument in step.arguments]
         pointers = (ctypes.c_void_p * max(len(holders), 1))(*[address for address, _ in holders])
         entry = step.entry
@@ -218,6 +220,16 @@ class Binder:
                 return lambda stream: torch.mm(a[0], b[0], out=c[0])
             return lambda stream: torch.bmm(a, b, out=c)
         return lambda stream: torch.baddbmm(c, a, b, beta=step.beta, alpha=step.alpha, out=c)
+
+
+def _flat(steps: tuple[Step, ...], values: Mapping[str, int]) -> Iterator[tuple[_Single, Mapping[str, int]]]:
+    """The steps with those of a repeat as often as they run, and the values that each reads."""
+    for step in steps:
+        if isinstance(step, Repeat):
+            for i in range(evaluate(step.count, values)):
+                yield from _flat(step.steps, {**values, step.letter: i})
+        else:
+            yield step, values
 
 
 def _scaled(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, a_scales: torch.Tensor, b_scales: torch.Tensor) -> Call:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+import weakref
+
 import torch
 
 from dsc.runtime.cuda import symmetric
@@ -12,6 +16,7 @@ from dsc.runtime.errors import DscError
 from dsc.runtime.ranks.group import Group
 
 SYMMETRIC = True  # programs that measure NCCL change it, on every rank
+END_SECONDS, LOOK_SECONDS = 60.0, 0.01  # how long, and how often, to look for what waits after the end
 
 
 class Collectives:
@@ -29,7 +34,23 @@ class Collectives:
             self.arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
         else:
             self.arena = self._symmetric.memory
+        self._stream: torch.cuda.Stream | None = None
         self._try(group, device)
+        held = weakref.ref(self)
+        group.on_end(lambda: threading.Thread(target=_end, args=(held,), name="dsc end", daemon=True).start())
+
+    def on(self, stream: torch.cuda.Stream) -> None:
+        """All steps will run on this stream."""
+        self._stream = stream
+
+    def release(self) -> bool:
+        """After the end: let go on what waits for another rank. Whether anything still runs."""
+        if self._stream is None or self._stream.query():
+            return False
+        self._nccl.end()
+        if self._symmetric is not None:
+            self._symmetric.release()
+        return True
 
     def describe(self) -> str:
         """By which ways, for people."""
@@ -85,3 +106,16 @@ def _symmetric_memory(group: Group, device: torch.device, count: int) -> Symmetr
     if not group.agree_least(int(memory is not None)) or memory is None:
         return None
     return SymmetricMemory(group, memory)
+
+
+def _end(collectives: weakref.ref[Collectives]) -> None:
+    """Free a thread that waits for the device, and that launches more before it hears of the end."""
+    until = time.monotonic() + END_SECONDS
+    while time.monotonic() < until:
+        held = collectives()
+        if held is None:
+            return
+        running = held.release()
+        del held
+        if not running:
+            time.sleep(LOOK_SECONDS)

@@ -47,6 +47,8 @@ class CudaShared:
     def __post_init__(self) -> None:
         self.stream = torch.cuda.Stream(self.device)
         self.num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        if self.collectives is not None:
+            self.collectives.on(self.stream)
 
     def library(self, name: str) -> Library:
         """A cubin, loaded once."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from dsc.runtime.cuda.call import weak_call
 from dsc.runtime.errors import DscError
 from dsc.runtime.ranks.group import Group
 
@@ -54,7 +53,6 @@ class Nccl:
         made = ctypes.c_void_p()
         self._check("ncclCommInitRank", ctypes.byref(made), group.ranks, unique, group.rank)
         self._communicator = made
-        group.on_end(weak_call(self, Nccl.end))
 
     def all_reduce(self, source: torch.Tensor, destination: torch.Tensor, reduce: str, stream: int) -> None:
         """destination = the sum (or maximum) of all ranks' sources, contiguous; they may be one tensor."""
@@ -67,7 +65,8 @@ class Nccl:
         self._check("ncclAllGather", *memory, _dtype(source), self._alive(), stream)
 
     def end(self) -> None:
-        """Free whoever waits for a rank that does not come. In a thread: it takes until captured graphs are gone."""
+        """Free whoever waits for a rank that does not come, once and for all. In a thread: NCCL waits in turn until the
+        graphs that refer to the communicator are gone."""
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             abort = partial(self._library.ncclCommAbort, communicator)

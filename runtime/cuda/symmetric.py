@@ -7,19 +7,16 @@ each rank in the order of the ranks. (With multicast the order would be the swit
 from __future__ import annotations
 
 import re
-import threading
 import uuid
 import weakref
-from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import _symmetric_memory  # noqa: F401 - defines torch.ops.symm_mem
 
-from dsc.runtime.cuda.call import Call, weak_call
+from dsc.runtime.cuda.call import Call
 from dsc.runtime.ranks.group import Group
 
 RANKS = (2, 4, 8)  # that torch's two-shot kernel is made for
@@ -39,7 +36,9 @@ class SymmetricMemory:
         c10d._register_process_group(self._name, self._group)  # type: ignore[arg-type]
         weakref.finalize(self, c10d._unregister_process_group, self._name)
         self._handle = c10d._SymmetricMemory.rendezvous(memory, self._name)
-        group.on_end(weak_call(self, SymmetricMemory.end))
+        self._side = torch.cuda.Stream(memory.device)
+        with torch.cuda.stream(self._side):  # a kernel that is first used while another waits might wait for that one
+            torch.zeros(BLOCKS, self._ranks, dtype=torch.int32, device=memory.device)[:, 0].fill_(1)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory."""
@@ -57,13 +56,18 @@ class SymmetricMemory:
             return lambda stream: ops.two_shot_all_reduce_out(source, "sum", name, destination)
         return lambda stream: ops.one_shot_all_reduce_out(source, "sum", name, destination)
 
-    def end(self) -> None:
-        """Free whoever waits for a rank that does not come, from now on: what is summed up is then worth nothing."""
-        signals = [self._signals(rank) for rank in range(self._ranks)]
-        threading.Thread(target=_release, args=(signals, self._rank, weakref.ref(self)), daemon=True).start()
+    def release(self) -> None:
+        """Let go on what waits here for a rank that does not come, by one step: a kernel waits several times. What is
+        summed up then is worth nothing. On a stream of its own, whatever others do."""
+        own, others = self._signals(self._rank), [rank for rank in range(self._ranks) if rank != self._rank]
+        with torch.cuda.device(self.memory.device), torch.cuda.stream(self._side):
+            for other in others:
+                own[:, other].fill_(1)
+                self._signals(other)[:, self._rank].fill_(0)
+            self._side.synchronize()
 
     def _signals(self, rank: int) -> torch.Tensor:
-        """int32 [blocks, ranks] of a rank: column r is set by rank r and cleared when seen."""
+        """int32 [blocks, ranks] of a rank: rank r sets column r, and the rank itself clears what it has seen set."""
         return self._handle.get_signal_pad(rank, (BLOCKS, self._ranks), torch.int32)
 
 
@@ -79,17 +83,6 @@ def can_share(group: Group, device: torch.device) -> bool:
         return False
     others = [rank for rank in range(group.ranks) if rank != device.index]
     return all(torch.cuda.can_device_access_peer(device, other) for other in others)
-
-
-def _release(signals: Sequence[torch.Tensor], rank: int, memory: weakref.ref[Any]) -> None:
-    """Set what kernels here wait to see set, and clear what they wait to see cleared, as long as the memory is in use."""
-    own, others = signals[rank], [column for column in range(len(signals)) if column != rank]
-    with torch.cuda.device(own.device), torch.cuda.stream(torch.cuda.Stream(own.device)):
-        while memory() is not None:
-            for other in others:
-                own[:, other].fill_(1)
-                signals[other][:, rank].fill_(0)
-            torch.cuda.current_stream().synchronize()
 
 
 class Renumbered(dist.Store):
