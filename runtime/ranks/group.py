@@ -36,7 +36,8 @@ class Group:
         return PrefixStore(name, self.store)
 
     def on_end(self, end: Callable[[], None]) -> None:
-        """Call `end`, from any thread, when another rank died: it must free whoever waits in a collective."""
+        """Call `end`, from any thread, when the engine is closed or another rank died: it must free whoever waits in a
+        collective."""
         self._ends.append(end)
 
     def end(self) -> None:
