@@ -176,10 +176,14 @@ def test_four_ranks_with_little_cache_and_without_reuse(fp32: Engine, tmp_path: 
     folder = compile_ranks("fp32", 4, tmp_path)
     wanted = fp32.generate(PROMPTS[:8], max_tokens=64, **GREEDY)
     with runtime.load(folder, cache_tokens=256, prefix_reuse=False) as four:
-        assert len(rank_processes()) >= 3
         got = four.generate(PROMPTS[:8], max_tokens=64, **GREEDY)
         assert four.loop.scheduler.preempted > 0
         assert four.cache.pool.num_free == four.cache.pool.num_blocks == 4
+        processes = rank_processes()
+        threading.Timer(0.3, processes[-1].kill).start()
+        with pytest.raises(DscError, match=r"rank 3 of the engine has ended\n  got  killed by SIGKILL"):
+            four.generate(PROMPTS[:8], max_tokens=100, **GREEDY)
+    wait_until_gone(processes)
     assert [o.token_ids for o in got] == [o.token_ids for o in wanted]
 
 
