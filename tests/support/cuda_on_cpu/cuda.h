@@ -23,7 +23,7 @@ using std::max;
 using std::min;
 
 struct Index { int x; };
-inline Index threadIdx, blockIdx;
+inline Index threadIdx, blockIdx, gridDim;
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) int4 { int x, y, z, w; };
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
@@ -98,6 +98,7 @@ inline void enter() {
 // Runs `kernel` as blocks of `threads`. Memory shared by a block is full of what was there before.
 inline void launch(int blocks, int threads, const std::function<void()>& kernel) {
     body = kernel;
+    gridDim.x = blocks;
     for (int block = 0; block < blocks; ++block) {
         blockIdx.x = block;
         memset(memory, 0xA5, sizeof(memory));
