@@ -176,16 +176,17 @@ class Followers:
             late = message.body["event"] != self._event or not self._in_event
             if late:  # the leader has succeeded in that event
                 self._failures = {}
-            self._failed_at = self._failed_at if self._failures else time.monotonic()
+            self._failed_at = time.monotonic()
             self._failures[rank] = message.body["text"]
             self._changed.notify_all()
         if late:
             self._end(self._failed_alone())
 
     def _lose_patience(self) -> None:
-        """End the engine where another rank failed and the leader waits for it."""
+        """End the engine where another rank failed and the leader waits for it in vain."""
         with self._changed:
-            vain = self._in_event and self._failures and time.monotonic() - self._failed_at > PATIENCE
+            others = self._failures and 0 not in self._failures
+            vain = self._in_event and others and time.monotonic() - self._failed_at > PATIENCE
         if vain:
             self._end(self._failed_alone())
 
