@@ -36,6 +36,7 @@ class GraphInfo:
     bounds  largest value of each letter, for planning
     done    passes already run, in order
     formats kind of format by weight class, as the recipe chose them; {} before weights are stored in formats
+    num_apart  layers whose q and kv_a fuse_qkv left two weights, because they are stored in different schemes
     """
 
     spec: ModelSpec
@@ -47,6 +48,7 @@ class GraphInfo:
     block_tokens: int = 64
     done: tuple[str, ...] = ()
     formats: Mapping[str, str] = field(default_factory=dict)
+    num_apart: int = 0
 
     @property
     def num_layers(self) -> int:
