@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +41,8 @@ from dsc.compiler.ledger import Ledger, make_ledger
 from dsc.compiler.lower import lower
 from dsc.compiler.pipeline import PipelineReport
 from dsc.compiler.planning.serving import serving_settings
+from dsc.compiler.planning.sharding import check_parallel, unbuilt
+from dsc.compiler.planning.weights import planned_weights
 from dsc.compiler.progress import Progress
 from dsc.compiler.random_checkpoint import RandomCheckpoint, describe
 from dsc.compiler.recipe import Mtp, Recipe
@@ -136,6 +139,7 @@ def compile_engine(
         checkpoint = Checkpoint.open(folder, read_config(folder), mtp=recipe.mtp.enabled)
         told = check_tokenizer(folder, recipe)
     check_fit(recipe, checkpoint.spec)
+    check_parallel(checkpoint.spec, planned_weights(checkpoint.spec, recipe), recipe.parallel, recipe.where)
     progress.step("graphs")
     graphs, report = make_graphs(recipe, checkpoint, dump)
     weights = gather(graphs)
@@ -219,16 +223,35 @@ def check_buildable(recipe: Recipe) -> Target:
     except DscError as error:
         target = None
         faults.append(error)
-    if recipe.parallel.num_ranks > 1:
-        got = f"tensor {recipe.parallel.tensor}, expert {recipe.parallel.expert}, pipeline {recipe.parallel.pipeline}"
-        faults.append(
-            DscError(
-                "engines of several ranks are not built yet", where=recipe.where, wanted="1", got=got, try_="--ranks 1"
-            )
-        )
+    faults += _parallel_faults(recipe)
     raise_all(recipe.where, faults)
     assert target is not None
     return target
+
+
+def _parallel_faults(recipe: Recipe) -> list[DscError]:
+    """What of `parallel` is not built yet, and several ranks without the pass that cuts weights for them."""
+    tensor, expert, pipeline = recipe.parallel.tensor, recipe.parallel.expert, recipe.parallel.pipeline
+    got = f"parallel: {{tensor: {tensor}, expert: {expert}, pipeline: {pipeline}}}"
+    wanted = "pipeline: 1, and expert: a divisor of tensor"
+    try_ = f"parallel: {{tensor: {tensor}, expert: {math.gcd(tensor, expert)}, pipeline: 1}}"
+    faults = [
+        DscError(what, where=recipe.where, wanted=wanted, got=got, try_=try_) for what in unbuilt(recipe.parallel)
+    ]
+    names = [entry.name for entry in recipe.passes]
+    if recipe.parallel.num_ranks > 1 and "shard" not in names:
+        what = f"{recipe.parallel.num_ranks} ranks, and no pass cuts weights for them"
+        listed = ", ".join(names)
+        faults.append(
+            DscError(
+                what,
+                where=recipe.where,
+                wanted="shard in passes, before plan_memory",
+                got=listed,
+                try_="the line `  - shard` before `  - plan_memory`, or --ranks 1",
+            )
+        )
+    return faults
 
 
 def _fusions(report: PipelineReport) -> dict[str, tuple[int, int]]:

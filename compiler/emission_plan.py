@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from dsc.compiler.ir.simplify import segments, simplify
+from dsc.compiler.ir.splits import EXPERT_MAP
 from dsc.compiler.ir.weight import Dequantize, DequantizePacked, Expression, Placement, Quantize, Source, WeightValues
 from dsc.compiler.safetensors_layout import FileLayout, lay_out
 
@@ -94,8 +95,10 @@ def plan_emission(
     store: Store = lambda name, expression: simplify(expression),
     file_bytes_max: int = FILE_BYTES_MAX,
     prefix: str = "weights/rank0",
+    prefix_of_ranks: str = "weights/ranks",
 ) -> EmissionPlan:
-    """Plan `{prefix}-00001.safetensors`, ...
+    """Plan `{prefix}-00001.safetensors`, ... and `{prefix_of_ranks}-00001.safetensors` for what several ranks need besides:
+    so the other files are the same on any number of ranks.
 
     position  without it, sources lie in the order of their first use
     store     what is evaluated for a stored tensor, by its name and its weight's expression
@@ -105,7 +108,10 @@ def plan_emission(
     bases = sorted(groups, key=lambda base: (_first(weights[groups[base][0]].expression, position), base))
     names = [name for base in bases for name in groups[base]]
     stored = {name: store(name, weights[name].expression) for name in names}
-    layouts = lay_out([(name, stored[name].dtype, stored[name].shape) for name in names], prefix, file_bytes_max)
+    layouts = []
+    for of_ranks, start in ((False, prefix), (True, prefix_of_ranks)):
+        held = [name for name in names if (name == EXPERT_MAP) == of_ranks]
+        layouts += lay_out([(name, stored[name].dtype, stored[name].shape) for name in held], start, file_bytes_max)
     jobs = [job for base in bases for job in _jobs(base, {name: stored[name] for name in groups[base]}, weights)]
     jobs.sort(key=lambda job: _first(job.segment, position))
     return EmissionPlan(weights, {base: groups[base] for base in bases}, layouts, jobs)

@@ -35,7 +35,6 @@ from dsc.runtime.manifest import (
     Manifest,
     Model,
     Mtp,
-    Parallel,
     Serving,
     TensorEntry,
 )
@@ -77,16 +76,15 @@ def write_engine(folder: Path, contents: EngineContents, target: Target) -> Mani
 
     target  gives programs their steps; what it writes under kernels/ is hashed with the rest
     """
-    assert contents.recipe.parallel.num_ranks == 1, contents.recipe.parallel
-    graphs: dict[str, tuple[GraphFiles, ...]] = {}
-    for graph in contents.graphs:
-        graphs[graph.name] = (GraphFiles(*_graph_files(graph.name)),)
-    lowered = target.finish([_write_graph(folder, graph) for graph in contents.graphs], folder)
+    ranks = contents.recipe.parallel.num_ranks
+    files = {graph.name: _graph_files(graph.name, ranks) for graph in contents.graphs}
+    lowered = target.finish([_write_graph(folder / files[g.name].onnx, g) for g in contents.graphs], folder)
     (folder / "program").mkdir(exist_ok=True)
     for program in lowered.programs:
-        (folder / _graph_files(program.name)[1]).write_bytes(codec.dump_json(program.to_json()))
+        (folder / files[program.name].program).write_bytes(codec.dump_json(program.to_json()))
     _copy_tokenizer(folder / "tokenizer", contents.checkpoint)
     (folder / REPORT).write_bytes(codec.dump_json(make_report(contents, lowered)))
+    graphs = {name: (of_all,) * ranks for name, of_all in files.items()}
     manifest = _manifest(contents, graphs, _file_entries(folder, contents.emission.parts_sha256))
     _write_synced(folder / NAME, codec.dump_json(manifest.to_json()))
     return manifest
@@ -118,13 +116,14 @@ def weight_bytes(graphs: Sequence[Graph]) -> int:
     return sum(-(-size // 64) * 64 for size in sizes.values())
 
 
-def _graph_files(name: str) -> tuple[str, str]:
-    return f"{name}.rank0.onnx", f"program/{name}.rank0.json"
+def _graph_files(name: str, ranks: int) -> GraphFiles:
+    """Files of a graph: one rank's, or those of every rank alike."""
+    stem = f"{name}.rank0" if ranks == 1 else name
+    return GraphFiles(f"{stem}.onnx", f"program/{stem}.json")
 
 
-def _write_graph(folder: Path, graph: Graph) -> Program:
+def _write_graph(file: Path, graph: Graph) -> Program:
     """Write a graph's .onnx; its program, tied to it."""
-    file = folder / _graph_files(graph.name)[0]
     model = graph.to_onnx()
     for node in model.graph.node:
         attributes = sorted(node.attribute, key=lambda attribute: str(attribute.name))
@@ -184,8 +183,8 @@ def _manifest(
         spec=spec,
         recipe=recipe.to_json(),
         target=recipe.target,
-        ranks=1,
-        parallel=Parallel(tensor=1, expert=1, pipeline=1),
+        ranks=recipe.parallel.num_ranks,
+        parallel=recipe.parallel,
         limits=recipe.limits,
         decode_buckets=recipe.decode_buckets,
         kv_cache=CacheLayout(
@@ -241,7 +240,7 @@ def _tensor_entries(contents: EngineContents) -> dict[str, TensorEntry]:
                 offset=values.placement.offset,
                 bytes=values.placement.length,
                 dtype=dtype_of(tensor),
-                shape=tuple(tensor.shape),
+                shape=tuple(expression_of(tensor).shape),
                 sha256=contents.emission.tensor_sha256[name],
                 weight_class=weight_class_of(tensor),
                 format=format_,

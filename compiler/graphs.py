@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from dsc.compiler.checkpoint import Checkpoint
 from dsc.compiler.importer.model import import_main, import_mtp
 from dsc.compiler.ir.graph import Graph
+from dsc.compiler.ir.mesh import Mesh
 from dsc.compiler.ir.verify import verify
 from dsc.compiler.phases import StepLimits, advance_graph, phase_graphs, sample_graph
 from dsc.compiler.pipeline import PipelineReport, check_final, run_passes
@@ -23,6 +25,8 @@ def make_graphs(
     imported = [import_main(checkpoint.spec, checkpoint.source, context)]
     if recipe.mtp.enabled:
         imported.append(import_mtp(checkpoint.spec, checkpoint.source, context))
+    for model in imported:
+        model.info = replace(model.info, mesh=Mesh(recipe.parallel.tensor, recipe.parallel.expert))
     graphs = [graph for model in imported for graph in phase_graphs(model, limits)]
     report = run_passes(graphs, [entry.instance for entry in recipe.passes], recipe.allow, dump)
     after = [sample_graph(checkpoint.spec, limits)]

@@ -77,7 +77,7 @@ def _operand(graph: Graph, tensor: Tensor, aliases: dict[str, str]) -> Operand:
     assert type_ is not None, tensor.name
     size = nbytes(type_.dtype, type_.shape, graph.info.bounds)
     if is_weight(tensor):
-        return Operand(type_.dtype, type_.shape, "weight", size, tensor=tensor.name)
+        return Operand(type_.dtype, type_.shape, "weight", size, tensor=tensor.name, cuts=tensor._values.cuts)
     alias = aliases.get(tensor.name, "")
     root = alias
     while root in aliases:

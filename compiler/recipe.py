@@ -325,6 +325,12 @@ def _check_together(recipe: Recipe, faults: list[DscError]) -> None:
         fault(
             "quantize_norms goes by the formats of weights, which are not chosen yet", "quantize_weights before it", got
         )
+    if "shard" in names:
+        before = [n for n in ("quantize_weights", "quantize_norms") if n in names[names.index("shard") :]]
+        after = [n for n in ("plan_memory",) if n in names[: names.index("shard")]]
+        if before or after:
+            wanted = " and ".join([f"{n} before it" for n in before] + [f"{n} after it" for n in after])
+            fault("shard cuts weights as they are stored, and changes what has its place", wanted, ", ".join(names))
     for name in sorted({n for n in names if names.count(n) > 1}):
         lines = ", ".join(str(e.line) for e in recipe.passes if e.name == name)
         fault(f"pass {name} is listed twice", "each pass once", f"lines {lines}")

@@ -33,6 +33,12 @@ def rope_table(spec: ModelSpec, context_tokens: int, part: str) -> Generated:
     return Generated(f"rope_{part}", tuple(arguments.items()), (context_tokens, spec.qk_rope_head_dim // 2))
 
 
+def expert_map(experts: int, groups: int) -> Generated:
+    """Where each expert lies in each group of ranks, as an expression, int32 [groups, experts]."""
+    arguments = (("experts", experts), ("groups", groups))
+    return Generated("expert_places", arguments, (groups, experts), "int32")
+
+
 def evaluate(table: Generated) -> Array:
     """The values of a table; KeyError for an unknown function."""
     values = FUNCTIONS[table.function](**dict(table.arguments))
@@ -50,7 +56,20 @@ def rope_sin(context_tokens: int, width: int, theta: float, yarn: tuple[float, .
     return _rope(context_tokens, width, theta, yarn, part=0)
 
 
-FUNCTIONS: dict[str, Callable[..., Array]] = {"rope_cos": rope_cos, "rope_sin": rope_sin}
+def expert_places(experts: int, groups: int) -> Array:
+    """int32 [groups, experts]: place of each expert among those of a group, which has equally many that follow each other;
+    -1 for the others.
+    """
+    places = np.full((groups, experts), -1, np.int32)
+    of_group = experts // groups
+    for group in range(groups):
+        places[group, group * of_group : (group + 1) * of_group] = np.arange(of_group)
+    return places
+
+
+FUNCTIONS: dict[str, Callable[..., Array]] = {
+    "rope_cos": rope_cos, "rope_sin": rope_sin, "expert_places": expert_places,
+}  # fmt: skip
 
 
 def _rope(context_tokens: int, width: int, theta: float, fields: tuple[float, ...] | None, part: int) -> Array:

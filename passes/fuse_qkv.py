@@ -180,7 +180,7 @@ def _rewrite(graph: Graph, front: Front, site: Match, report: Report) -> None:
     graph.add_output(node.outputs[3])
     report.change(node, f"two weights: {apart}" if apart else "")
     if apart:
-        graph.info = replace(info, num_apart=info.num_apart + 1)
+        graph.info = replace(info, apart=info.apart + 1)
         report.notice(node, f"q and kv_a stay two weights: {apart}")
 
 

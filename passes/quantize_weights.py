@@ -185,7 +185,7 @@ def _apart(info: GraphInfo) -> int:
     """
     if "fuse_qkv" not in info.done or _kept_apart(info.spec):
         return info.num_layers
-    return info.num_apart if info.spec.source.packing is not None else 0
+    return info.apart if info.spec.source.packing is not None else 0
 
 
 def _kept_apart(spec: ModelSpec) -> bool:

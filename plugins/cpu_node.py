@@ -82,7 +82,7 @@ class CpuNode:
     types         of the present operands, inputs and outputs; symbolic sizes are letters
     weights       quantizable operands as stored; read only to choose a kernel and inside `pack`
     constants     other operands that are graph constants
-    tensor_names  the engine's names of `weights` and `constants`: packs are shared under them
+    tensor_names  of `weights` and `constants`, the rank's parts of stored tensors: packs are shared under them
     """
 
     name: str

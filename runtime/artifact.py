@@ -17,6 +17,7 @@ from dsc.runtime import codec
 from dsc.runtime.errors import DscError, nearest, raise_all
 from dsc.runtime.manifest import NAME, REPORT, SCHEMA_VERSION, FileEntry, GraphFiles, Manifest, TensorEntry
 from dsc.runtime.program import Program
+from dsc.runtime.shards import cut_faults, shard_shape
 from dsc.runtime.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -197,10 +198,10 @@ class EngineFolder:
     # -- inside
 
     def _rank_of(self, path: str) -> str:
-        for ranks in self.manifest.graphs.values():
-            for rank, files in enumerate(ranks):
-                if path in (files.onnx, files.program):
-                    return f": a file of rank {rank}"
+        for of_ranks in self.manifest.graphs.values():
+            ranks = [rank for rank, files in enumerate(of_ranks) if path in (files.onnx, files.program)]
+            if ranks:
+                return f": a file of rank {ranks[0]}" if len(ranks) == 1 else f": a file of {len(ranks)} ranks"
         return ""
 
     def _check_weights(self, program: Program, where: str) -> None:
@@ -211,10 +212,18 @@ class EngineFolder:
             entry = self.manifest.tensors.get(operand.tensor)
             if entry is None:
                 faults.append(DscError(f"operand {name} names no tensor: {operand.tensor}", where=where))
-            elif (entry.dtype, entry.shape) != (operand.dtype, operand.shape):
-                wanted, got = f"{operand.dtype} {list(operand.shape)}", f"{entry.dtype} {list(entry.shape)}"
+                continue
+            mesh = self.manifest.parallel
+            bad = list(cut_faults(entry.shape, operand.cuts, mesh.tensor, mesh.expert))
+            faults += [
+                DscError(f"operand {name} is no part of tensor {operand.tensor}", where=where, got=got) for got in bad
+            ]
+            shape = entry.shape if bad else shard_shape(entry.shape, operand.cuts)
+            if not bad and (entry.dtype, shape) != (operand.dtype, operand.shape):
+                wanted, got = f"{operand.dtype} {list(operand.shape)}", f"{entry.dtype} {list(shape)}"
+                part = f" of {list(entry.shape)} for a rank" if operand.cuts else ""
                 faults.append(
-                    DscError(f"tensor {operand.tensor} is of another type", where=where, wanted=wanted, got=got)
+                    DscError(f"tensor {operand.tensor} is of another type", where=where, wanted=wanted, got=got + part)
                 )
         raise_all(f"{where}: program and weights do not fit together", faults)
 

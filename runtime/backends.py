@@ -11,6 +11,8 @@ import torch
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.errors import DscError
 from dsc.runtime.program import Program
+from dsc.runtime.ranks.group import Group
+from dsc.runtime.shards import ALONE, Place
 
 # Target -> "module:class"; the class is called as `make_backend` is.
 BACKENDS: dict[str, str] = {
@@ -58,7 +60,7 @@ class Ahead(Protocol):
 
 
 class Backend(Protocol):
-    """An engine's weights and programs on one device."""
+    """A rank's part of an engine's weights, and its programs, on one device."""
 
     device: torch.device
 
@@ -75,7 +77,7 @@ class Backend(Protocol):
         ...
 
     def resident_weight_bytes(self) -> int:
-        """Bytes of all weights kept in memory."""
+        """Bytes of the rank's weights, all that are kept in memory."""
         ...
 
     def run_ahead(self, programs: Mapping[str, Runner]) -> Ahead | None:
@@ -88,17 +90,25 @@ class Backend(Protocol):
 
 
 def make_backend(
-    folder: EngineFolder, device: str | None, gpu_memory: float | None = None, least_cache_bytes: int = 0
+    folder: EngineFolder,
+    device: str | None,
+    gpu_memory: float | None = None,
+    least_cache_bytes: int = 0,
+    *,
+    place: Place = ALONE,
+    group: Group | None = None,
 ) -> Backend:
     """The backend of an engine's target. Raises DscError where this version or this machine cannot run it.
 
-    gpu_memory         bytes of a GPU's memory that the engine may take in all; None: what is free
+    gpu_memory         bytes of a GPU's memory that the rank may take in all; None: what is free
     least_cache_bytes  that a cache will need beside the weights: refused before those are loaded
+    place              whose programs, and whose part of the weights
+    group              the ranks of an engine of several, this one among them; None for one rank
     """
     target = folder.manifest.target
     if target not in BACKENDS:
         wanted = ", ".join(BACKENDS)
         raise DscError(f"engines for {target} cannot be run by this version", where=str(folder.path), wanted=wanted)
     module, _, name = BACKENDS[target].partition(":")
-    backend: Backend = getattr(importlib.import_module(module), name)(folder, device, gpu_memory, least_cache_bytes)
-    return backend
+    made: Callable[..., Backend] = getattr(importlib.import_module(module), name)
+    return made(folder, device, gpu_memory, least_cache_bytes, place=place, group=group)

@@ -58,17 +58,21 @@ def run_bench(
 
 
 def measure(engine: Engine, plan: Plan, name: str = "", rates: Rates | None = None) -> dict[str, Any]:
-    """Run a plan; returns JSON data (see `to_data`).
+    """Run a plan; returns JSON data (see `to_data`). Of several ranks all measure; times are those of rank 0.
 
     name   what the engine is called
     rates  of the device, None: the target's measured ones
     """
+    with engine.loop.together("bench", {"plan": asdict(plan)}):
+        return {"engine": name, **to_data(engine, *_measure(engine, plan, rates))}
+
+
+def _measure(engine: Engine, plan: Plan, rates: Rates | None) -> tuple[list[DecodePoint], list[PrefillPoint]]:
     bench = Bench(engine, rates or RATES.get(engine.manifest.target))
     decode = [bench.decode(batch, context, plan) for context in plan.contexts for batch in plan.batches]
     prompts = PrefillBench(bench, plan.nodes)
     points = [(batch, context) for context in plan.contexts for batch in plan.batches] if plan.prefill else []
-    prefill = [prompts.measure(batch, context) for batch, context in points]
-    return {"engine": name, **to_data(engine, decode, prefill)}
+    return decode, [prompts.measure(batch, context) for batch, context in points]
 
 
 def to_data(engine: Engine, decode: Sequence[DecodePoint], prefill: Sequence[PrefillPoint]) -> dict[str, Any]:

@@ -76,8 +76,21 @@ class GpuCall(Protocol):
     def call(self) -> Callable[[int], object]: ...
 
 
+Agree = Callable[
+    [int], int
+]  # the least of the ranks' numbers: what is replayed holds collectives, so all replay it as often
+
+
+def alone(number: int) -> int:
+    """Where there is one rank."""
+    return number
+
+
 def gpu_parts(
-    calls: Sequence[GpuCall], stream: torch.cuda.Stream, name_of: Callable[[str], str] = layer_of
+    calls: Sequence[GpuCall],
+    stream: torch.cuda.Stream,
+    name_of: Callable[[str], str] = layer_of,
+    agree: Agree = alone,
 ) -> list[Part]:
     """Seconds of each part of a step, each replayed as a CUDA graph of its own right behind itself.
 
@@ -86,16 +99,16 @@ def gpu_parts(
     groups: dict[str, list[GpuCall]] = {}
     for call in calls:
         groups.setdefault(name_of(call.node), []).append(call)
-    return [Part(name, calls_seconds(group, stream), len(group)) for name, group in groups.items()]
+    return [Part(name, calls_seconds(group, stream, agree), len(group)) for name, group in groups.items()]
 
 
-def calls_seconds(calls: Sequence[GpuCall], stream: torch.cuda.Stream) -> float:
+def calls_seconds(calls: Sequence[GpuCall], stream: torch.cuda.Stream, agree: Agree = alone) -> float:
     """Median device time of some calls in a CUDA graph, which holds them often enough to hide its own launch."""
-    seconds = graph_seconds(capture(calls, stream), stream, REPLAYS // 4)
-    repeats = math.ceil(LONG_SECONDS / max(seconds, 1e-7))
+    seconds = graph_seconds(capture(calls, stream), stream, REPLAYS // 4, agree)
+    repeats = agree(math.ceil(LONG_SECONDS / max(seconds, 1e-7)))
     if repeats == 1:
-        return graph_seconds(capture(calls, stream), stream)
-    return graph_seconds(capture([*calls] * repeats, stream), stream) / repeats
+        return graph_seconds(capture(calls, stream), stream, agree=agree)
+    return graph_seconds(capture([*calls] * repeats, stream), stream, agree=agree) / repeats
 
 
 def capture(calls: Sequence[GpuCall], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
@@ -111,11 +124,13 @@ def capture(calls: Sequence[GpuCall], stream: torch.cuda.Stream) -> torch.cuda.C
     return graph
 
 
-def graph_seconds(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, replays: int = REPLAYS) -> float:
+def graph_seconds(
+    graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, replays: int = REPLAYS, agree: Agree = alone
+) -> float:
     """Median device time of a replay."""
     with torch.cuda.stream(stream):
         begin = time.monotonic()
-        while time.monotonic() - begin < WARM_SECONDS:
+        while agree(time.monotonic() - begin < WARM_SECONDS):
             graph.replay()
             stream.synchronize()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]  # type: ignore[no-untyped-call]

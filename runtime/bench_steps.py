@@ -49,8 +49,9 @@ class Bench:
         limits, self._block_tokens = engine.manifest.limits, engine.manifest.kv_cache.block_tokens
         self.builder = BatchBuilder(limits.batch_tokens, limits.sequences, self._block_tokens)
         self.random = torch.Generator().manual_seed(0)
+        latents = torch.Generator(engine.backend.device).manual_seed(0)  # every rank has the same
         for cache in engine.cache.tensors.values():
-            cache.view(getattr(torch, engine.manifest.kv_cache.dtype)).normal_()
+            cache.view(getattr(torch, engine.manifest.kv_cache.dtype)).normal_(generator=latents)
 
     # -- decode
 
@@ -154,10 +155,11 @@ class Bench:
         torch.cuda.synchronize()
         letters = main.letters(inputs)
         calls, graph = main.calls(letters), main.capture(letters)
-        main_seconds = graph_seconds(graph, stream)
-        sample_seconds = graph_seconds(sample.capture(sample.letters(sampling)), stream)
+        agree = self.engine.agree_least
+        main_seconds = graph_seconds(graph, stream, agree=agree)
+        sample_seconds = graph_seconds(sample.capture(sample.letters(sampling)), stream, agree=agree)
         return _Timing(
-            layers=gpu_parts(calls, stream),
+            layers=gpu_parts(calls, stream, agree=agree),
             nodes=self.gpu_nodes(main, calls) if nodes else [],
             device=main_seconds + sample_seconds,
             sample=sample_seconds,
@@ -167,7 +169,8 @@ class Bench:
     def gpu_nodes(self, executor: Any, calls: Sequence[GpuCall]) -> list[Part]:
         """Nodes of a few layers, in order: each reads what the one before it has left."""
         chosen = timed_layers(executor.program)
-        return gpu_parts([call for call in calls if layer_of(call.node) in chosen], executor.shared.stream, str)
+        own = [call for call in calls if layer_of(call.node) in chosen]
+        return gpu_parts(own, executor.shared.stream, str, self.engine.agree_least)
 
     def _layer(self, part: Part, floors: Mapping[str, float]) -> LayerTime:
         program = self.engine.programs["main.decode"].program

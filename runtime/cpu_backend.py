@@ -13,6 +13,8 @@ from dsc.runtime.cache import SHARE_OF_MEMORY, free_memory_bytes
 from dsc.runtime.errors import DscError
 from dsc.runtime.executor import Executor
 from dsc.runtime.program import Program
+from dsc.runtime.ranks.group import Group
+from dsc.runtime.shards import ALONE, Place
 from dsc.runtime.weights import Weights
 
 
@@ -20,7 +22,14 @@ class CpuBackend:
     """See `dsc.runtime.backends.Backend`."""
 
     def __init__(
-        self, folder: EngineFolder, device: str | None, gpu_memory: float | None = None, least_cache_bytes: int = 0
+        self,
+        folder: EngineFolder,
+        device: str | None,
+        gpu_memory: float | None = None,
+        least_cache_bytes: int = 0,
+        *,
+        place: Place = ALONE,
+        group: Group | None = None,
     ) -> None:
         if device not in (None, "cpu"):
             raise DscError(
@@ -29,12 +38,12 @@ class CpuBackend:
         if gpu_memory is not None:
             raise DscError("an engine for cpu takes no GPU memory", where=str(folder.path), got="a limit for it")
         self.device = torch.device("cpu")
-        self._folder = folder
-        self._weights = Weights(folder)
+        self._folder, self._place = folder, place
+        self._weights = Weights(folder, place)
 
     def program(self, name: str) -> Executor:
         """The executor of one graph; weights are packed once for all of them."""
-        return self.bind(self._folder.program(name))
+        return self.bind(self._folder.program(name, self._place.rank))
 
     def bind(self, program: Program, kind: type[Executor] = Executor) -> Executor:
         """The executor of any program over the engine's weights."""
@@ -45,7 +54,7 @@ class CpuBackend:
         return int(free_memory_bytes() * SHARE_OF_MEMORY)
 
     def resident_weight_bytes(self) -> int:
-        """Bytes of all weights kept, packed for this machine or mapped as stored."""
+        """Bytes of the rank's weights, packed for this machine or mapped as stored."""
         return self._weights.resident_bytes
 
     def run_ahead(self, programs: Mapping[str, Runner]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from os import PathLike
@@ -16,6 +16,7 @@ from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.backends import Backend, Runner, make_backend
 from dsc.runtime.batch import Batch, BatchBuilder
 from dsc.runtime.cache import LatentCache, choose_num_blocks, least_blocks
+from dsc.runtime.detokenizer import Decode
 from dsc.runtime.errors import DscError, nearest
 from dsc.runtime.load_text import load_text
 from dsc.runtime.loop import Loop
@@ -23,10 +24,12 @@ from dsc.runtime.manifest import Manifest
 from dsc.runtime.model import CompiledModel
 from dsc.runtime.prompts import Prompt, PromptReader
 from dsc.runtime.proposer import MtpProposer
+from dsc.runtime.ranks.group import Group
 from dsc.runtime.request import Output, Request
 from dsc.runtime.sampler import Sampler
 from dsc.runtime.sampling import SamplingOptions, SamplingParams, end_tokens, model_defaults
 from dsc.runtime.scheduler import Scheduler
+from dsc.runtime.shards import Place
 from dsc.runtime.spec import ModelSpec
 from dsc.runtime.stream import Stream
 from dsc.runtime.tokenizer import Tokenizer
@@ -49,13 +52,45 @@ def load(
     prefix_reuse  prompts that begin alike share their beginning in the cache
     verify        compare every file with its hash, beside binding
     gpu_memory    bytes of the GPU's memory to take in all, weights and cache; None: what is free
-    raises        DscError: no engine, another version or target, files missing or changed, no room for weights and cache
+    raises        DscError: no engine, another version or target, files missing or changed, no room for weights and cache,
+                  ranks that are missing, of another build, or cannot load
+
+    An engine of several ranks runs in as many processes. One process that loads it starts the others on its own machine.
+    Where torchrun started them, all load it: on rank 0 this returns, on the others it serves until that engine is closed
+    or gone, and then exits the process.
     """
     folder = EngineFolder.open(path)
-    checking = _Checking(folder) if verify else None
+    options = LoadOptions(device, cache_tokens, prefix_reuse, verify, gpu_memory)
+    if folder.manifest.ranks == 1:
+        return make_engine(folder, options)
+    from dsc.runtime.ranks.load import load_ranks
+
+    return load_ranks(folder, options)
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What `load` is given beside the folder."""
+
+    device: str | None = None
+    cache_tokens: int | None = None
+    prefix_reuse: bool = True
+    verify: bool = True
+    gpu_memory: float | None = None
+
+
+def make_engine(
+    folder: EngineFolder, options: LoadOptions, group: Group | None = None, make_loop: Callable[..., Loop] = Loop
+) -> Engine:
+    """The engine of one rank; `group` has the others, if there are any."""
+    manifest = folder.manifest
+    rank = 0 if group is None else group.rank
+    place = Place(rank, manifest.parallel.tensor, manifest.parallel.expert)
+    least = _least_cache_bytes(manifest, options.cache_tokens)
+    checking = _Checking(folder) if options.verify else None
     try:
-        backend = make_backend(folder, device, gpu_memory, _least_cache_bytes(folder.manifest, cache_tokens))
-        engine = Engine(folder, backend, cache_tokens, prefix_reuse)
+        backend = make_backend(folder, options.device, options.gpu_memory, least, place=place, group=group)
+        engine = Engine(folder, backend, options.cache_tokens, options.prefix_reuse, group, make_loop)
     finally:
         if checking is not None:
             checking.finish()
@@ -72,6 +107,10 @@ def _least_cache_bytes(manifest: Manifest, cache_tokens: int | None) -> int:
 def _cache_names(manifest: Manifest) -> list[str]:
     """One for each layer of each model."""
     return [f"cache.{layer}" for model in manifest.models.values() for layer in model.layers]
+
+
+def _itself(number: int) -> int:
+    return number
 
 
 class _Checking(threading.Thread):
@@ -105,13 +144,23 @@ class Draft:
 
 
 class Engine:
-    """A loaded engine. `generate`, `stream` and `chat` may be called from several threads; they share steps."""
+    """A loaded engine. `generate` and `stream` may be called from several threads; they share steps.
+
+    With `close`, or as a context manager, it ends at a time of your choice.
+    """
 
     def __init__(
-        self, folder: EngineFolder, backend: Backend, cache_tokens: int | None = None, prefix_reuse: bool = True
+        self,
+        folder: EngineFolder,
+        backend: Backend,
+        cache_tokens: int | None = None,
+        prefix_reuse: bool = True,
+        group: Group | None = None,
+        make_loop: Callable[..., Loop] = Loop,
     ) -> None:
         self._folder = folder
         self.backend = backend
+        self.agree_least: Callable[[int], int] = _itself if group is None else group.agree_least
         manifest = self.manifest
         manifest.check_models(str(folder.path))
         programs = {name: backend.program(name) for name in manifest.graphs}
@@ -129,7 +178,7 @@ class Engine:
         for model in self.models.values():
             model.set_caches(self.cache.tensors)
         self.ahead = backend.run_ahead(self.programs)
-        self._loop = self._make_loop(prefix_reuse)
+        self._loop = self._make_loop(prefix_reuse, make_loop)
         self._prompts = PromptReader(
             tokenizer_dir=folder.tokenizer_dir,
             tokenizer=self._tokenizer,
@@ -267,10 +316,34 @@ class Engine:
         if model not in self.models:
             known = ", ".join(self.models)
             raise DscError(f"the engine has no model {model}", wanted=known, try_=nearest(model, self.models))
-        with self._loop.lock:
-            return self.models[model].run(batch, phase)
+        return self._loop.run(self.models[model], batch, phase)
+
+    # -- the end
+
+    def close(self) -> None:
+        """Serve nobody any more, and end the processes of the other ranks. Memory comes back when the engine is deleted.
+
+        A deleted engine, and one left behind by its process, ends them too.
+        """
+        self._loop.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # -- inside
+
+    @property
+    def loop(self) -> Loop:
+        """What serves the requests of all threads."""
+        return self._loop
+
+    @property
+    def decode(self) -> Decode | None:
+        """Token ids to text; None where the engine has no tokenizer."""
+        return self._prompts.decode
 
     def _leave(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -296,14 +369,14 @@ class Engine:
             where=str(self._folder.path),
         )
         sizes = dict.fromkeys(names, layout.block_bytes)
-        return LatentCache.allocate(sizes, layout.block_tokens, blocks, self.backend.device)
+        return LatentCache.allocate(sizes, layout.block_tokens, self.agree_least(blocks), self.backend.device)
 
-    def _make_loop(self, prefix_reuse: bool) -> Loop:
+    def _make_loop(self, prefix_reuse: bool, make_loop: Callable[..., Loop]) -> Loop:
         limits, block_tokens = self.manifest.limits, self.manifest.kv_cache.block_tokens
         proposer = None
         if self.max_drafts:
             proposer = MtpProposer(self.models["mtp"], limits.batch_tokens, limits.sequences, block_tokens)
-        return Loop(
+        return make_loop(
             main=self.models["main"],
             sampler=Sampler(self.programs["sample"], self.spec.vocab_size, limits.batch_tokens),
             proposer=proposer,

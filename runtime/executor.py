@@ -18,7 +18,7 @@ from dsc.plugins.stored import StoredWeight
 from dsc.runtime.errors import DscError
 from dsc.runtime.expressions import LETTERS, evaluate
 from dsc.runtime.program import Program, ProgramNode
-from dsc.runtime.weights import TensorSource, Weights
+from dsc.runtime.weights import TensorSource, Weights, part_name
 
 POISON = 0xFF  # as float32 and bfloat16 a NaN, as int32 -1
 MAX_SIZES = 1024  # of steps, remembered as fitting
@@ -196,20 +196,20 @@ class Executor:
 
     def _cpu_node(self, op: Op, node: ProgramNode, slots: Mapping[str, str], constant: set[str]) -> CpuNode:
         operands = self.program.operands
-        tensors = {slot: operands[slots[slot]].tensor for slot in constant}
+        parts = {slot: operands[slots[slot]] for slot in constant}
         weights, constants = {}, {}
         for tensor in op.inputs:
             if tensor.name not in constant:
                 continue
             if isinstance(tensor, Weight):
-                scales = tensors.get(f"{tensor.name}.scales")
+                scales = parts.get(f"{tensor.name}.scales")
                 weights[tensor.name] = StoredWeight(
                     parse_format(str(node.attributes[tensor.format_attribute])),
-                    self._weights.stored(tensors[tensor.name]),
+                    self._weights.stored(parts[tensor.name]),
                     None if scales is None else self._weights.stored(scales),
                 )
             else:
-                constants[tensor.name] = self._weights.constant(tensors[tensor.name])
+                constants[tensor.name] = self._weights.constant(parts[tensor.name])
         named = {**slots, **dict(zip((t.name for t in op.outputs), node.outputs, strict=False))}
         types = {slot: Type(operands[name].dtype, operands[name].shape) for slot, name in named.items() if name}
         return CpuNode(
@@ -219,7 +219,7 @@ class Executor:
             types=types,
             weights=weights,
             constants=constants,
-            tensor_names={name: tensors[name] for name in (*weights, *constants)},
+            tensor_names={name: part_name(parts[name]) for name in (*weights, *constants)},
             packs=self._weights.packs,
         )
 

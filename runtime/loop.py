@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from dsc.runtime.backends import Ahead
 from dsc.runtime.batch import Batch, BatchBuilder, Segment
 from dsc.runtime.cache import LatentCache
+from dsc.runtime.errors import DscError
 from dsc.runtime.model import CompiledModel
 from dsc.runtime.proposer import Computed, Proposer
 from dsc.runtime.request import Request
@@ -42,9 +45,11 @@ class Loop:
         self.lock = threading.Lock()
         self.drafted = 0
         self.accepted = 0
+        self._closed = False
 
     def submit(self, request: Request) -> None:
-        """Queue a request; never waits for a step."""
+        """Queue a request; never waits for a step. Raises DscError once the engine is closed."""
+        self.check_open()
         self._arriving.append(request)
 
     def cancel(self, request: Request) -> None:
@@ -56,24 +61,55 @@ class Loop:
         """Take part in one step, unless another thread's step finishes the request meanwhile."""
         with self.lock:
             if not request.finished:
-                self._step()
+                self.check_open()
+                self.step(*self._changes())
 
     def settle(self) -> None:
         """Take back the blocks of cancelled requests."""
         with self.lock:
-            self._exchange()
+            self.exchange(*self._changes())
 
-    def _exchange(self) -> None:
-        while self._arriving:
-            self.scheduler.add(self._arriving.popleft())
-        while self._leaving:
-            request = self._leaving.popleft()
+    def run(self, model: CompiledModel, batch: Batch, phase: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+        """A step of somebody who brings his own scheduler, between two of ours: logits [R, V] and hidden [T, D]."""
+        with self.lock:
+            self.check_open()
+            return model.run(batch, phase)
+
+    @contextmanager
+    def together(self, kind: str, words: dict[str, Any]) -> Iterator[None]:
+        """Nobody steps meanwhile. On several ranks all of them do what `kind` and `words` tell."""
+        with self.lock:
+            self.check_open()
+            yield
+
+    def close(self) -> None:
+        """Serve nobody any more; a step that runs is waited for."""
+        with self.lock:
+            self._closed = True
+
+    def check_open(self) -> None:
+        """Raise DscError once the engine is closed."""
+        if self._closed:
+            raise DscError("the engine is closed", try_="load it again")
+
+    def _changes(self) -> tuple[list[Request], list[Request]]:
+        """Requests that came and that left since the last time."""
+        left = [self._leaving.popleft() for _ in range(len(self._leaving))]  # first: each of them came before
+        came = [self._arriving.popleft() for _ in range(len(self._arriving))]
+        return came, left
+
+    def exchange(self, came: Sequence[Request], left: Sequence[Request]) -> None:
+        """Take requests in and let others go."""
+        for request in came:
+            self.scheduler.add(request)
+        for request in left:
             if not request.finished:
                 request.finish("cancelled")
                 self.scheduler.release(request)
 
-    def _step(self) -> None:
-        self._exchange()
+    def step(self, came: Sequence[Request], left: Sequence[Request]) -> None:
+        """One step after an exchange. What is in it follows from these requests and those before, and from nothing else."""
+        self.exchange(came, left)
         plan = self.scheduler.plan()
         if not plan and self.scheduler.waiting:
             # Every request fits the cache alone, so somebody outside the loop holds its blocks.
@@ -117,12 +153,19 @@ class Loop:
         requests = [s.request for s in plan]
         if not all(s.samples and s.count == 1 and s.request.samples_alone for s in plan):
             return 1
-        watched = self.scheduler.waiting or any(request.streamed for request in requests)
         room = min(request.max_new - request.num_generated for request in requests)
-        steps = min(room, STEPS_WATCHED if watched else STEPS_AHEAD)
+        steps = min(room, self._longest_burst(requests))
         if not all(self.scheduler.reserve(request, request.computed + steps) for request in requests):
             return 1
         return steps
+
+    def _longest_burst(self, requests: Sequence[Request]) -> int:
+        watched = self.scheduler.waiting or any(request.streamed for request in requests)
+        return STEPS_WATCHED if watched else STEPS_AHEAD
+
+    def _awaited(self) -> bool:
+        """Whether a burst keeps somebody waiting who came or leaves."""
+        return bool(self._arriving or self._leaving)
 
     def _run_ahead(self, plan: Sequence[Scheduled], steps: int) -> None:
         """Decode steps whose tokens arrive while the next ones run; ends early when someone finishes, comes or leaves."""
@@ -135,7 +178,7 @@ class Loop:
                     request.finish("error", error="the model's logits are not numbers (NaN)")
                 else:
                     request.accept(token)
-            return not (any(r.finished for r in requests) or self._arriving or self._leaving)
+            return not (any(r.finished for r in requests) or self._awaited())
 
         segments = [Segment(s.tokens, s.request.computed, s.request.blocks, 1) for s in plan]
         self._ahead.burst(self._builder.build(segments).inputs(), self._sampler.rows(requests), steps, take)

@@ -260,6 +260,9 @@ def _faults(manifest: Manifest, where: str) -> Iterator[DscError]:
     yield from _graph_faults(manifest, where)
     positive = {
         "ranks": manifest.ranks,
+        "parallel.tensor": manifest.parallel.tensor,
+        "parallel.expert": manifest.parallel.expert,
+        "parallel.pipeline": manifest.parallel.pipeline,
         "limits.batch_tokens": manifest.limits.batch_tokens,
         "limits.sequences": manifest.limits.sequences,
         "limits.context_tokens": manifest.limits.context_tokens,
@@ -268,8 +271,19 @@ def _faults(manifest: Manifest, where: str) -> Iterator[DscError]:
     for name, value in positive.items():
         if value < 1:
             yield DscError(f"{name} is not positive", where=where, got=str(value))
+    yield from _parallel_faults(manifest, where)
     yield from _cache_faults(manifest.kv_cache, where)
     yield from _serving_faults(manifest, where)
+
+
+def _parallel_faults(manifest: Manifest, where: str) -> Iterator[DscError]:
+    parallel = manifest.parallel
+    got = f"tensor {parallel.tensor}, expert {parallel.expert}, pipeline {parallel.pipeline}"
+    if parallel.num_ranks != manifest.ranks:
+        yield DscError("ranks is not the number of ranks of parallel", where=where, wanted=str(manifest.ranks), got=got)
+    if parallel.expert > 0 and parallel.tensor % parallel.expert:
+        what = "parallel has groups of ranks for experts that do not come out even"
+        yield DscError(what, where=where, wanted="expert divides tensor", got=got)
 
 
 def _cache_faults(cache: CacheLayout, where: str) -> Iterator[DscError]:

@@ -55,6 +55,7 @@ class Request:
     streamed    its text is wanted while it comes, as `pieces`
     blocks      its cache blocks in order
     keys        keys of its full blocks, as far as they were stated to the pool or found there
+    number      by which the ranks of an engine of several speak of it
     """
 
     prompt: Sequence[int]
@@ -79,6 +80,7 @@ class Request:
     error: str = ""
     drafted: int = 0
     accepted: int = 0
+    number: int = 0
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)

@@ -6,7 +6,7 @@ are the whole, bit for bit, and the weights of an engine are the same bytes on a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -45,6 +45,9 @@ class Place:
         return {"tensor": self.rank, "expert": self.rank // group, "width": self.rank % group}[by]
 
 
+ALONE = Place(rank=0, tensor=1, expert=1)
+
+
 @dataclass(frozen=True)
 class Span:
     """Elements `start` to `stop` along an axis of a stored tensor."""
@@ -62,6 +65,23 @@ def shard_shape(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[int, ...]:
     for cut in cuts:
         found[cut.axis] = cut.size + cut.kept
     return tuple(found)
+
+
+def cut_faults(shape: Sequence[int], cuts: Sequence[Cut], tensor: int, expert: int) -> Iterator[str]:
+    """Why cuts leave no parts of a tensor for `tensor` ranks and `expert` groups of them: a line for each reason."""
+    ways = {"tensor": tensor, "expert": expert, "width": tensor // expert}
+    seen = set()
+    for cut in cuts:
+        told = f"axis {cut.axis} by {cut.by}"
+        if not 0 <= cut.axis < len(shape):
+            yield f"{told}: there are {len(shape)} axes"
+        elif cut.axis in seen:
+            yield f"{told}: the axis is cut twice"
+        elif cut.size < 1 or not 0 <= cut.kept < shape[cut.axis]:
+            yield f"{told}: no part has {cut.size} elements and {cut.kept} kept of {shape[cut.axis]}"
+        elif cut.size * ways[cut.by] < shape[cut.axis] - cut.kept:
+            yield f"{told}: {ways[cut.by]} x {cut.size} elements do not cover {shape[cut.axis] - cut.kept}"
+        seen.add(cut.axis)
 
 
 def spans(length: int, cut: Cut, place: Place) -> tuple[tuple[Span, ...], int]:
@@ -88,8 +108,11 @@ def take(whole: torch.Tensor, cuts: Sequence[Cut], place: Place) -> torch.Tensor
 
 
 def _join(parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
-    import torch
-
-    if parts[0].element_size() > 1:
-        return torch.cat(list(parts), axis)
-    return torch.cat([part.view(torch.uint8) for part in parts], axis).view(parts[0].dtype)  # no cat of float8
+    shape = [*parts[0].shape]
+    shape[axis] = sum(part.shape[axis] for part in parts)
+    joined = parts[0].new_empty(shape)
+    start = 0
+    for part in parts:
+        joined.narrow(axis, start, part.shape[axis]).copy_(part)
+        start += part.shape[axis]
+    return joined

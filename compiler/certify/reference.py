@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dsc.compiler.certify.runners import Bind, RunSegment, Values
-from dsc.compiler.certify.segments import HEAD_OP
+from dsc.compiler.certify.segments import HEAD_OPS
 from dsc.compiler.evaluate import evaluate, row_blocks
 from dsc.compiler.ir.simplify import simplify
 from dsc.compiler.ir.weight import Expression, Stack, WeightValues
@@ -104,7 +104,7 @@ class _Reference:
                 operands[tensor.name] = None
             elif self._program.operands[name].role == "weight":
                 stored = self._program.operands[name].tensor
-                operands[tensor.name] = self._weight(stored, isinstance(tensor, Weight), node.op == HEAD_OP)
+                operands[tensor.name] = self._weight(stored, isinstance(tensor, Weight), node.op in HEAD_OPS)
             else:
                 operands[tensor.name] = values[name]
         reference: Any = importlib.import_module(f"dsc.plugins.{folder_of(op.name)}.reference").reference

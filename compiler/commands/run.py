@@ -51,7 +51,7 @@ def generate(
     from dsc import runtime
 
     options["stop"] = list(options["stop"])
-    texts = list(prompts) or [_read_prompt()]
+    texts = list(prompts) or ([] if _follows(engine) else [_read_prompt()])
     loaded = runtime.load(engine, device, cache_tokens=cache_tokens, gpu_memory=_gigabytes(gpu_memory))
     click.echo(loaded.load_text(), err=True)
     asked = [[{"role": "user", "content": text}] if chat else text for text in texts]
@@ -72,6 +72,15 @@ def generate(
         return
     for text, out in zip(texts, outputs, strict=True):
         click.echo(f"{'' if chat else text}{out.text}\n[{out.finish_reason}, {len(out.token_ids)} tokens]\n")
+
+
+def _follows(engine: Path) -> bool:
+    """Whether torchrun made this process a rank that another one gives prompts."""
+    from dsc.runtime.artifact import EngineFolder
+    from dsc.runtime.ranks.launch import find_launch
+
+    launch = find_launch()
+    return launch is not None and launch.rank > 0 and EngineFolder.open(engine).manifest.ranks > 1
 
 
 def _read_prompt() -> str:

@@ -11,8 +11,10 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx_graphsurgeon.logger import G_LOGGER
 
+from dsc.compiler.ir.mesh import ONE_RANK, Mesh
 from dsc.compiler.ir.weight import ONNX_DTYPES, Expression, WeightValues
 from dsc.plugins.schema import Attribute, Dim, Op, SchemaError, Type, Weight, load_op
+from dsc.runtime.shards import Cut
 from dsc.runtime.spec import ModelSpec
 
 OPSET = 23
@@ -36,7 +38,8 @@ class GraphInfo:
     bounds  largest value of each letter, for planning
     done    passes already run, in order
     formats kind of format by weight class, as the recipe chose them; {} before weights are stored in formats
-    num_apart  layers whose q and kv_a fuse_qkv left two weights, because they are stored in different schemes
+    apart   layers whose q and kv_a fuse_qkv left two weights
+    mesh    ranks that the graph is for; before the pass shard a graph is that of all of them
     """
 
     spec: ModelSpec
@@ -48,7 +51,8 @@ class GraphInfo:
     block_tokens: int = 64
     done: tuple[str, ...] = ()
     formats: Mapping[str, str] = field(default_factory=dict)
-    num_apart: int = 0
+    apart: int = 0
+    mesh: Mesh = ONE_RANK
 
     @property
     def num_layers(self) -> int:
@@ -106,7 +110,7 @@ class Graph:
             for tensor in node.inputs:
                 if is_weight(tensor):
                     known = found.setdefault(tensor.name, tensor)
-                    assert known._values.expression == tensor._values.expression, tensor.name
+                    assert known._values.same(tensor._values), tensor.name
         return found
 
     # -- build
@@ -253,9 +257,9 @@ def variable(name: str, type_: Type) -> gs.Variable:
     return gs.Variable(name, dtype=ONNX_DTYPES[type_.dtype], shape=list(type_.shape))
 
 
-def weight(name: str, expression: Expression, weight_class: str = "exact") -> gs.Constant:
-    """A constant whose values are a weight expression."""
-    return gs.Constant(name, WeightValues(name, expression, weight_class))
+def weight(name: str, expression: Expression, weight_class: str = "exact", cuts: tuple[Cut, ...] = ()) -> gs.Constant:
+    """A constant whose values are a weight expression, or with `cuts` a rank's part of it."""
+    return gs.Constant(name, WeightValues(name, expression, weight_class, cuts))
 
 
 def constant(name: str, values: Any, dtype: str) -> gs.Constant:
@@ -268,7 +272,7 @@ def is_weight(tensor: Tensor) -> bool:
 
 
 def expression_of(tensor: Tensor) -> Expression:
-    """The expression of a weight constant."""
+    """The expression of a weight constant: all of it, also where a rank has a part."""
     assert is_weight(tensor), tensor.name
     expression: Expression = tensor._values.expression
     return expression

@@ -6,7 +6,8 @@
        ["lm_head"] y = dsc.Linear <w_format: string = "fp32"> (x, "lm_head.weight")
     }
 
-A weight is a declaration without values: its expression is not told. Small constants keep their values.
+A weight is a declaration without values: its expression is not told, nor which part of it a rank has, whose shape it is.
+Small constants keep their values.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from dsc.compiler.ir.graph import DOMAIN, IR_VERSION, OPSET, Graph, GraphInfo, dtype_of, weight
-from dsc.compiler.ir.weight import Source
+from dsc.compiler.ir.mesh import Mesh
+from dsc.compiler.ir.weight import Source, part_shape
 from dsc.runtime.errors import DscError, nearest
 
 _HEADER = f'<ir_version: {IR_VERSION}, opset_import: ["" : {OPSET}, "{DOMAIN}" : 1]>\n'
@@ -46,6 +48,7 @@ _FACTS: dict[str, Callable[[str], Any]] = {
     "block_tokens": int,
     "done": lambda text: tuple(text.split()),
     "formats": lambda text: dict(pair.split("=") for pair in text.split()),
+    "mesh": lambda text: Mesh(**{name: int(ranks) for name, ranks in (pair.split("=") for pair in text.split())}),
 }
 
 
@@ -78,6 +81,7 @@ def header(info: GraphInfo) -> str:
         "block_tokens": info.block_tokens,
         "done": " ".join(info.done),
         "formats": " ".join(f"{name}={kind}" for name, kind in info.formats.items()),
+        "mesh": f"tensor={info.mesh.tensor} expert={info.mesh.expert}",
     }
     return "".join(f"# {name}: {value}".rstrip() + "\n" for name, value in facts.items())
 
@@ -97,7 +101,7 @@ def read_header(text: str, info: GraphInfo) -> GraphInfo:
             raise DscError(f"unknown fact {name}", where=where, wanted=wanted, try_=nearest(name, _FACTS))
         try:
             facts[name] = _FACTS[name](value)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise DscError(f"{name} cannot be {value!r}", where=f"line {number}", got=str(error)) from error
     return replace(info, **facts)
 
@@ -129,7 +133,8 @@ def declare_weights(proto: onnx.GraphProto) -> onnx.GraphProto:
     del proto.initializer[:]
     for tensor in initializers:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
-            proto.value_info.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+            shape = part_shape(tensor)
+            proto.value_info.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, shape))
         else:
             proto.initializer.append(tensor)
     return proto

@@ -5,15 +5,17 @@ Nothing here reads data. `dsc.compiler.emit` evaluates expressions in pieces alo
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import onnx
 from onnx_graphsurgeon.ir.tensor import LazyValues
 
 from dsc.plugins.formats import Format, parse_format
+from dsc.runtime.shards import Cut, shard_shape
 from dsc.runtime.spec import Packing
 
 ONNX_DTYPES = {
@@ -43,6 +45,9 @@ WEIGHT_CLASSES = (
     "eh_proj",
     "exact",
 )
+
+
+CUTS = "dsc.cuts"  # of an initializer's metadata: its cuts, a list of dsc.runtime.shards.Cut as JSON
 
 
 @dataclass(frozen=True)
@@ -262,22 +267,37 @@ class Placement:
 
 
 class WeightValues(LazyValues):  # type: ignore[misc]
-    """The values of a graph constant as an expression. `load` raises: nothing may read a weight while the graph is edited."""
+    """The values of a graph constant as an expression. `load` raises: nothing may read a weight while the graph is edited.
 
-    def __init__(self, name: str, expression: Expression, weight_class: str = "exact") -> None:
+    shape   what the graph's rank has of it
+    nbytes  what is stored, for all ranks: as `expression`, all of it
+    cuts    which part a rank has (dsc.runtime.shards); () for all of it
+    """
+
+    def __init__(
+        self, name: str, expression: Expression, weight_class: str = "exact", cuts: tuple[Cut, ...] = ()
+    ) -> None:
         assert weight_class in WEIGHT_CLASSES, weight_class
         self.name = name
         self.expression = expression
         self.weight_class = weight_class
+        self.cuts = cuts
         self.placement: Placement | None = None
-        self.shape = expression.shape
+        self.shape = shard_shape(expression.shape, cuts)
         self.dtype = ONNX_DTYPES[expression.dtype]
         self.nbytes = expression.nbytes
 
+    def same(self, other: WeightValues) -> bool:
+        """Whether two constants are one: the same part of the same weight."""
+        return self.expression == other.expression and self.cuts == other.cuts
+
     @property
     def tensor(self) -> onnx.TensorProto:
-        """A fresh proto each time (two constants that share one would export under one name)."""
-        proto = onnx.TensorProto(name=self.name, data_type=self.dtype, dims=self.shape)
+        """A fresh proto each time (two constants that share one would export under one name).
+
+        It is the stored tensor, all of it; which part the graph means stands in its metadata, see `part_shape`.
+        """
+        proto = onnx.TensorProto(name=self.name, data_type=self.dtype, dims=self.expression.shape)
         proto.data_location = onnx.TensorProto.EXTERNAL
         place = self.placement
         entries = (
@@ -285,7 +305,15 @@ class WeightValues(LazyValues):  # type: ignore[misc]
         )
         for key, value in entries.items():
             proto.external_data.add(key=key, value=str(value))
+        if self.cuts:
+            proto.metadata_props.add(key=CUTS, value=json.dumps([asdict(cut) for cut in self.cuts], sort_keys=True))
         return proto
 
     def load(self) -> Any:
         raise AssertionError(f"weight {self.name} was read while the graph is edited")
+
+
+def part_shape(proto: onnx.TensorProto) -> tuple[int, ...]:
+    """The shape of what the graph means by an initializer: of the part that its cuts leave."""
+    cuts = [Cut(**cut) for item in proto.metadata_props if item.key == CUTS for cut in json.loads(item.value)]
+    return shard_shape(proto.dims, cuts)

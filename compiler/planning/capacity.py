@@ -10,9 +10,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dsc.compiler.ir.mesh import Mesh
+from dsc.compiler.ir.splits import EXPERT_MAP, HEAD, splits_of
 from dsc.compiler.ir.weight import DTYPE_BYTES
 from dsc.compiler.planning.gpus import Gpu
-from dsc.compiler.planning.sharding import BY_VOCABULARY, Mesh, rank_bytes, stage_layers
+from dsc.compiler.planning.sharding import rank_bytes, stage_layers
 from dsc.compiler.planning.weights import PlannedWeight
 from dsc.compiler.recipe import Recipe
 from dsc.runtime.manifest import Limits
@@ -61,11 +63,11 @@ def make_stages(spec: ModelSpec, recipe: Recipe, weights: Sequence[PlannedWeight
 
 
 def _holds(spec: ModelSpec, recipe: Recipe, weight: PlannedWeight, stage: int) -> bool:
-    """Whether a stage holds a weight from outside the layers."""
+    """Whether a stage holds a weight from outside the layers; tables of layers are on all of them."""
     first, last = stage == 0, stage == recipe.parallel.pipeline - 1
-    if weight.name == BY_VOCABULARY[0]:
+    if weight.name == "model.embed_tokens.weight":
         return first or (last and (recipe.mtp.enabled or spec.tie_word_embeddings))
-    return last or weight.name.startswith("rope.")
+    return last or weight.name.startswith("rope.") or weight.name == EXPERT_MAP
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ def step_memory(spec: ModelSpec, recipe: Recipe, mesh: Mesh, batch_tokens: int, 
     cached, lora = spec.cache_width, spec.q_lora_rank or 0
     # Values a token that are needed at once, the residual stream among them.
     ops = [
+        (lora or queries) + cached + 2 * hidden,
         lora + queries + cached + hidden,
         queries + values + cached + hidden,
         4 * hidden,  # AddRmsNorm: two in, two out
@@ -98,8 +101,11 @@ def step_memory(spec: ModelSpec, recipe: Recipe, mesh: Mesh, batch_tokens: int, 
     if spec.num_experts:
         ops.append(3 * hidden + spec.experts_per_token * (4 + 4) // size)
     rows = min(batch_tokens, sequences * (1 + recipe.mtp.drafts)) if recipe.target != "cpu" else batch_tokens
+    splits = () if spec.tie_word_embeddings else splits_of(spec, HEAD, "lm_head", mesh)
+    logits = sum(split.part(spec.vocab_size) for split in splits) * rows * LOGIT_BYTES  # of one rank, to be gathered
     io = rows * spec.vocab_size * LOGIT_BYTES + batch_tokens * hidden * size
-    return StepMemory((max(ops) + _scratch_values(spec, recipe, mesh)) * batch_tokens * size, io)
+    arena = (max(ops) + _scratch_values(spec, recipe, mesh)) * batch_tokens * size
+    return StepMemory(max(arena, logits), io)
 
 
 def _scratch_values(spec: ModelSpec, recipe: Recipe, mesh: Mesh) -> int:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dsc.compiler.fit import check_fit
+from dsc.compiler.ir.mesh import Mesh
 from dsc.compiler.ir.weight import DTYPE_BYTES
 from dsc.compiler.planning.build_cost import BuildCost, build_cost
 from dsc.compiler.planning.capacity import Fit, Stage, fit, make_stages
@@ -15,7 +16,7 @@ from dsc.compiler.planning.gpus import find_gpu, gpus_of
 from dsc.compiler.planning.measured import load_table
 from dsc.compiler.planning.rates import Prediction, predict
 from dsc.compiler.planning.serving import SEQUENCE_TOKENS, serving_settings
-from dsc.compiler.planning.sharding import Mesh, allowed_meshes, check_parallel
+from dsc.compiler.planning.sharding import allowed_meshes, check_parallel, unbuilt
 from dsc.compiler.planning.source import Source, read_source
 from dsc.compiler.planning.weights import PlannedWeight, planned_weights
 from dsc.compiler.recipe import Recipe
@@ -131,7 +132,7 @@ def make_plan(
         rates=tuple(_rates(spec, recipe, weights, mesh, item) for item in fits if item.serving),
         serving=serving_settings(spec, recipe),
         build=build_cost(spec, weights, source.bytes),
-        notes=(*source.notes, *_format_notes(weights)),
+        notes=(*source.notes, *unbuilt(recipe.parallel), *_format_notes(weights)),
     )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dsc.compiler.ir.mesh import Mesh
 from dsc.compiler.planning.capacity import fit, make_stages
 from dsc.compiler.planning.gpus import default_gpu, find_gpu
-from dsc.compiler.planning.sharding import Mesh
 from dsc.compiler.planning.weights import planned_weights
 from dsc.compiler.recipe import Recipe
 from dsc.runtime.manifest import Serving

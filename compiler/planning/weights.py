@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 from dsc.compiler.ir.format_choice import FormatChoice
+from dsc.compiler.ir.splits import EXPERT_MAP
 from dsc.compiler.ir.text import class_of_name
 from dsc.compiler.ir.weight import DTYPE_BYTES
 from dsc.compiler.packing import SCALES
@@ -37,7 +38,7 @@ class PlannedWeight:
 
     name    as the engine names it, `{}` for the layer's number
     layers  () for one outside the layers
-    format  None: float32, the recipe has no say
+    format  None: `dtype`, the recipe has no say
     why     the reason when the format is not the recipe's first choice
     """
 
@@ -48,6 +49,7 @@ class PlannedWeight:
     shape: tuple[int, ...]
     format: Format | None
     why: str = ""
+    dtype: str = EXACT
 
     @property
     def count(self) -> int:
@@ -55,7 +57,7 @@ class PlannedWeight:
 
     @property
     def format_name(self) -> str:
-        return str(self.format) if self.format else EXACT
+        return str(self.format) if self.format else self.dtype
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +66,7 @@ class PlannedWeight:
 
 
 def stored_bytes(shape: Sequence[int], format_: Format | None) -> int:
-    """Bytes of a weight's stored parts."""
+    """Bytes of a weight's stored parts; of four-byte elements where the recipe has no say."""
     if format_ is None:
         return math.prod(shape) * DTYPE_BYTES[EXACT]
     return sum(math.prod(part) * DTYPE_BYTES[dtype] for dtype, part in format_.parts(shape).values())
@@ -82,7 +84,15 @@ def planned_weights(spec: ModelSpec, recipe: Recipe) -> list[PlannedWeight]:
     if recipe.mtp.enabled:
         layer = spec.num_layers
         found += chooser.all(_layer_weights(spec, recipe, layer), "mtp", (layer,))
+    if sharded(recipe) and recipe.parallel.expert > 1 and spec.num_experts:
+        shape = (recipe.parallel.expert, spec.num_experts)
+        found.append(PlannedWeight(EXPERT_MAP, "exact", "main", (), shape, None, dtype="int32"))
     return found
+
+
+def sharded(recipe: Recipe) -> bool:
+    """Whether a recipe cuts its weights over several ranks."""
+    return recipe.parallel.num_ranks > 1 and any(entry.name == "shard" for entry in recipe.passes)
 
 
 def layer_kinds(spec: ModelSpec) -> list[tuple[int, ...]]:

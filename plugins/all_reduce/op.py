@@ -11,6 +11,7 @@ OP = Op(
     cost=lambda d: Cost(flop=d.T * d.D, bytes=4 * 2 * d.T * d.D),
     doc="""y = the sum of every rank's x, on every rank, and on every rank the same bits.
 
-    Ranks are added in their order, in float32; the sum is rounded once.
+    Ranks are added in their order, in float32; the sum is rounded once. On GPUs the collective's library has an order of
+    its own, and may round between.
     """,
 )

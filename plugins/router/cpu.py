@@ -29,6 +29,7 @@ def bind(node: CpuNode) -> Run:
         topk_groups=int(a["topk_groups"]),
         group_score=str(a["group_score"]),
     )
+    places_E = node.constants["expert_map"][0].numpy() if "expert_map" in node.constants else None
     normalize, scale, smallest = bool(a["normalize"]), np.float32(a["scale"]), np.float32(1e-20)
 
     def run(step: StepMemo, x: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -39,7 +40,7 @@ def bind(node: CpuNode) -> Run:
         if normalize:
             weights_TK /= weights_TK.sum(-1, keepdims=True) + smallest
         weights_TK *= scale
-        ids_TK = ids_TK.astype(np.int32)
+        ids_TK = ids_TK.astype(np.int32) if places_E is None else places_E.take(ids_TK)
         padding_T = step.once("router padding", lambda: _padding(slots))
         if padding_T is not None:
             ids_TK[padding_T], weights_TK[padding_T] = -1, 0.0

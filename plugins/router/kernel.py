@@ -101,6 +101,7 @@ def router_choose(
     logits,
     bias,
     slots,
+    expert_map,
     ids,
     weights,
     T,
@@ -118,7 +119,7 @@ def router_choose(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ids and weights of one token; experts lie as [group, expert of the group]."""
+    """ids, or what expert_map says of them, and weights of one token; experts lie as [group, expert of the group]."""
     LOWEST: tl.constexpr = -(2**63)  # below the key of -inf
     IN_GROUP: tl.constexpr = E // GROUPS
     token = tl.program_id(0).to(tl.int64)
@@ -172,6 +173,8 @@ def router_choose(
         keys = tl.where(here, LOWEST, keys)
     if NORMALIZE:
         gained = gained / (tl.sum(gained, 0) + 1e-20)
+    if expert_map is not None:
+        chosen = tl.load(expert_map + chosen, column < K, -1)
     tl.store(ids + token * K + column, tl.where(live, chosen, -1), column < K)
     tl.store(weights + token * K + column, tl.where(live, gained * scale, 0.0), column < K)
 
@@ -244,6 +247,7 @@ def _choose(node: GpuNode, logits: Typed, splits: int) -> Step:
         "logits": logits,
         "bias": node.maybe("bias"),
         "slots": node.at("slots"),
+        "expert_map": node.maybe("expert_map"),
         "ids": node.at("ids"),
         "weights": node.at("weights"),
         "T": "T",

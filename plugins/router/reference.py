@@ -14,6 +14,7 @@ def reference(
     w: torch.Tensor,
     bias: torch.Tensor | None,
     slots: torch.Tensor,
+    expert_map: torch.Tensor | None = None,
     top_k: int,
     groups: int,
     topk_groups: int,
@@ -33,6 +34,8 @@ def reference(
     if normalize:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
     padding_T1 = (slots < 0).unsqueeze(1)
+    if expert_map is not None:
+        ids_TK = expert_map[0][ids_TK]
     ids_TK = ids_TK.masked_fill(padding_T1, -1).to(torch.int32)
     return ids_TK, (weights_TK * scale).masked_fill(padding_T1, 0.0)
 

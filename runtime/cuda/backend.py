@@ -14,6 +14,8 @@ from dsc.runtime.cuda.executor import CudaExecutor, CudaShared
 from dsc.runtime.cuda.load import load_files
 from dsc.runtime.errors import DscError
 from dsc.runtime.program import Program
+from dsc.runtime.ranks.group import Group
+from dsc.runtime.shards import ALONE, Place
 from dsc.runtime.steps import Gemm
 
 SPARE_BYTES = 1 << 30  # left to the driver, CUDA graphs and cuBLAS
@@ -24,15 +26,26 @@ class CudaBackend:
     """See `dsc.runtime.backends.Backend`."""
 
     def __init__(
-        self, folder: EngineFolder, device: str | None, gpu_memory: float | None = None, least_cache_bytes: int = 0
+        self,
+        folder: EngineFolder,
+        device: str | None,
+        gpu_memory: float | None = None,
+        least_cache_bytes: int = 0,
+        *,
+        place: Place = ALONE,
+        group: Group | None = None,
     ) -> None:
+        if group is not None:
+            raise DscError(
+                "engines of several ranks do not run on GPUs", where=str(folder.path), got=f"{group.ranks} ranks"
+            )
         self.device = find_device(folder, device)
         self._folder = folder
         torch.cuda.empty_cache()  # what an engine deleted before has left to torch is free too
         free, _ = torch.cuda.mem_get_info(self.device)
         self._floor = 0 if gpu_memory is None else max(0, free - round(gpu_memory))  # bytes that stay free
         manifest = folder.manifest
-        self._programs = {name: folder.program(name) for name in manifest.graphs}
+        self._programs = {name: folder.program(name, place.rank) for name in manifest.graphs}
         check_cublas(self._programs.values(), str(folder.path))
         files = sorted({entry.file for entry in manifest.tensors.values()})
         self._check_memory(sum((folder.path / name).stat().st_size for name in files), least_cache_bytes)

@@ -61,6 +61,13 @@ def test_bfloat16(format_: str, size: tuple[int, int]) -> None:
         check(format_, size, torch.bfloat16, TOKENS)
 
 
+@pytest.mark.parametrize("size", [(3072, 1536), (7168, 256), (256, 7168), (2304, 7168), (7168, 2304)], ids=str)
+@pytest.mark.parametrize("format_", ["bf16", "fp8", "wint8", "wint4:128"])
+def test_parts_of_weights_that_ranks_have(format_: str, size: tuple[int, int]) -> None:
+    """Of R1 on eight: q_b, the shared expert's down and gate, the dense layers' gate and down."""
+    check(format_, size, torch.bfloat16, (1, 3, 17, 65, 129, 257, 1100))
+
+
 @pytest.mark.parametrize("bound", [514, 516])
 @pytest.mark.parametrize("format_", ["fp8", "fp8:ue8m0"])
 def test_every_number_of_tokens_that_cublas_pads(format_: str, bound: int) -> None:

@@ -15,6 +15,7 @@ from dsc.plugins.stored import StoredWeight
 pytestmark = pytest.mark.gpu
 
 WIDTHS = {"nope": 128, "rope": 64, "v": 128, "latent_dim": 512}
+HEADS = (4, 16, 32, 64, 128)  # R1's on one rank, and on two, four and eight
 RAGGED = {  # lengths, queries, padding rows
     "one token": ([1], [1], 0),
     "decode across block borders": ([63, 64, 65, 1], [1, 1, 1, 1], 0),
@@ -76,7 +77,7 @@ def check(
 
 
 @pytest.mark.parametrize("case", RAGGED.values(), ids=RAGGED)
-@pytest.mark.parametrize("heads", [4, 16, 128])
+@pytest.mark.parametrize("heads", HEADS)
 def test_absorbed(heads: int, case: tuple[list[int], list[int], int]) -> None:
     check(case, heads=heads)
 
@@ -112,7 +113,7 @@ def test_kernels_of_other_architectures(mode: str, arch: str) -> None:
         check(RAGGED[name], mode=mode, arch=arch)
 
 
-@pytest.mark.parametrize("heads", [4, 16, 128])
+@pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("passes", [False, True], ids=["one pass", "several passes"])
 @pytest.mark.parametrize("attend", ["sm90_mla_prefill", "mla_prefill"])
 def test_expanded(heads: int, passes: bool, attend: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,3 +130,38 @@ def test_codes_of_the_norm_stand_for_x(
     assert torch.equal(op()["y"], want)
     if tokens > 1 and format_.startswith("fp8"):
         assert torch.equal(op(x=torch.zeros_like(given["x"]))["y"], want)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize(
+    ("format_", "shared"),
+    [
+        ("wint4:128", "wint4:128"),
+        ("wint4:128", "fp8"),
+        ("fp8", "fp8"),
+        ("wint8", "wint8"),
+        ("bf16", "bf16"),
+        ("fp8", ""),
+    ],
+)
+def test_most_experts_are_of_other_ranks(format_: str, shared: str, tokens: int) -> None:
+    """Of some rows all of them, of a step all but one pair, none; their weights are not 0, and nobody chose most experts."""
+    from support.gpu import GpuOp
+
+    inputs, attributes, given = node_of(format_, shared, STREAMED, torch.bfloat16, tokens)
+    op = GpuOp("Moe", inputs, attributes, bounds={"T": 4096})
+    mine = torch.rand(tokens, K, generator=torch.Generator().manual_seed(tokens)) < 0.2
+    mine[::3] = False
+    one = torch.zeros(tokens, K, dtype=torch.bool)
+    one[tokens // 2, 1] = True
+    every = torch.randint(E - 2, (tokens, K), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    for kept in (mine, one, one & False):
+        ids = every.where(kept, -1)
+        operands = {**given, "ids": ids, **weights_of(format_, shared, STREAMED)}
+        (want,) = reference(**operands)
+        got = op(ids=ids)["y"].cpu()
+        what = f"{format_} {shared} T={tokens}, {int(kept.sum())} pairs"
+        check_moe_rows(got, want, operands, what)
+        if not shared:
+            nothing = ~kept.any(-1)
+            assert not got[nothing].any(), what

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.compare import compare
 from support.moe_rows import check_moe_rows
-from support.op_cases import CASES, Draw, formats_of, model_widths
+from support.op_cases import ACROSS_RANKS, CASES, Draw, formats_of, model_widths
 from support.sample_cases import differences
 
 pytestmark = pytest.mark.gpu
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.gpu
 TOKENS = (1, 3, 129)
 FORMATS = ("bf16", "fp8", "fp8:ue8m0", "wint8", "wint4:128", "mixed")
 # Kernels take gate and up in one format, and embeddings that are not quantized, as quantize_weights makes them.
+OPS = [op for op in CASES if op not in ACROSS_RANKS]
 NOT_ON_GPUS = {("Moe", "mixed"), *(("Embedding", format_) for format_ in FORMATS[1:])}
 
 
@@ -48,12 +49,12 @@ def check(op: str, format_: str, dtype: torch.dtype, tokens: int, arch: str) -> 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_100a"])
 @pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize(("op", "format_"), [(op, format_) for op in CASES for format_ in formats(op)])
+@pytest.mark.parametrize(("op", "format_"), [(op, format_) for op in OPS for format_ in formats(op)])
 def test_bfloat16(op: str, format_: str, tokens: int, arch: str) -> None:
     check(op, format_, torch.bfloat16, tokens, arch)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("op", CASES)
+@pytest.mark.parametrize("op", OPS)
 def test_float32(op: str, tokens: int) -> None:
     check(op, "fp32", torch.float32, tokens, "sm_80")

@@ -58,3 +58,32 @@ def test_ties_take_the_lower_index() -> None:
     ids = GpuOp("Router", inputs, attributes)()["ids"].cpu()
     assert torch.equal(ids, reference(**inputs, **attributes)[0])
     assert ids[5].tolist() == list(range(8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [1, 5, 300])
+def test_a_map_says_where_the_chosen_experts_are(kind: str, tokens: int) -> None:
+    """Places in any order, -1 for experts of other ranks and in padding rows; weights are those without a map, bit for bit."""
+    from support.gpu import GpuOp
+
+    experts, top_k, settings = KINDS[kind]
+    generator = torch.Generator().manual_seed(tokens)
+    places = torch.randperm(experts, generator=generator).int() - experts // 2
+    expert_map = places.where(places >= 0, -1).view(1, experts)
+    slots = torch.arange(tokens, dtype=torch.int32)
+    slots[1::7] = -1
+    inputs = {
+        "x": torch.randn(tokens, 2048, generator=generator).bfloat16(),
+        "w": torch.randn(experts, 2048, generator=generator) * 2048**-0.5,
+        "slots": slots,
+    }
+    if kind in ("v3", "kimi"):
+        inputs["bias"] = torch.randn(experts, generator=generator) * 0.1
+    attributes = {**settings, "top_k": top_k, "scale": 2.5}
+    plain = GpuOp("Router", inputs, attributes, bounds={"T": 512})()
+    op = GpuOp("Router", {**inputs, "expert_map": expert_map}, attributes, bounds={"T": 512})
+    mapped = op()
+    ids = plain["ids"].cpu()
+    assert torch.equal(mapped["ids"].cpu(), expert_map[0][ids.long().clamp(0)].where(ids >= 0, -1))
+    assert torch.equal(mapped["weights"], plain["weights"])
+    assert len(op.calls()) == 2

@@ -135,6 +135,18 @@ def test_expanded_attention_compiles(arch: str, attend: str) -> None:
     assert [attend in entries(variant.steps) for variant in node.variants] == [False, False, False, True]
 
 
+@pytest.mark.parametrize("heads", [16, 32, 64])
+@pytest.mark.parametrize("mode", ["absorbed", "expanded"])
+def test_heads_of_a_rank_go_the_way_of_all(mode: str, heads: int) -> None:
+    """Of R1 on two, four and eight ranks of Hopper: the kernels of its 128 heads, at the same sizes of step."""
+    node, kernels = attention("sm_90a", mode, heads=heads, tokens=8192)
+    whole, _ = attention("sm_90a", mode, heads=128, tokens=8192)
+    assert [(v.guard, entries(v.steps)) for v in node.variants] == [(v.guard, entries(v.steps)) for v in whole.variants]
+    assert len(kernels["sm90_mla_decode"]) == 1
+    assert ("sm90_mla_prefill" in kernels) == (mode == "expanded")
+    assert not {"mla_attend", "mla_prefill"} & set(kernels)
+
+
 @pytest.mark.parametrize("heads", [4, 16, 128])
 def test_tiles_of_expanded_attention_on_hopper(heads: int) -> None:
     """Scores of 80 keys and sums of 128 columns, for 64 queries a warpgroup."""

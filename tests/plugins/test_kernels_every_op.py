@@ -16,7 +16,7 @@ from dsc.compiler.lower_gpu import lower_gpu
 from dsc.plugins.gpu_node import Arch
 from dsc.plugins.schema import folder_of, plugin_folders
 from dsc.runtime.errors import DscError
-from dsc.runtime.steps import Gemm, kernels_in
+from dsc.runtime.steps import Kernel, kernels_in
 
 BOUNDS = {"T": 512, "B": 32, "R": 512}
 QUANTIZED = {"sm_80": "wint8", "sm_90a": "wint4:128", "sm_100a": "fp8"}  # besides bf16
@@ -32,8 +32,8 @@ def compiled(op: str, arch: str, format_: str, dtype: torch.dtype = torch.bfloat
     check_kernels([program], compiler, {})
     launched = {step.cubin: step.entry for variant in program.nodes[0].variants for step in kernels_in(variant.steps)}
     assert launched.keys() == {built.compiled.cubin for built in compiler.built.values()}
-    gemms = [step for variant in program.nodes[0].variants for step in variant.steps if isinstance(step, Gemm)]
-    assert launched or gemms
+    calls = [step for variant in program.nodes[0].variants for step in variant.steps if not isinstance(step, Kernel)]
+    assert launched or calls
     return sorted(launched.values())
 
 
@@ -44,7 +44,7 @@ def test_every_op_is_here() -> None:
 @pytest.mark.parametrize("arch", QUANTIZED)
 @pytest.mark.parametrize("op", CASES)
 def test_bfloat16(op: str, arch: str) -> None:
-    assert compiled(op, arch, "bf16")
+    assert compiled(op, arch, "bf16") or op == "AllReduce"
 
 
 @pytest.mark.parametrize("arch", QUANTIZED)
@@ -78,7 +78,7 @@ def test_norms_that_quantize(op: str, width: int, arch: str) -> None:
 @pytest.mark.parametrize("arch", QUANTIZED)
 @pytest.mark.parametrize("op", CASES)
 def test_float32(op: str, arch: str) -> None:
-    assert compiled(op, arch, "fp32", torch.float32)
+    assert compiled(op, arch, "fp32", torch.float32) or op == "AllReduce"
 
 
 def test_a_quantized_embedding_is_refused() -> None:

@@ -166,14 +166,17 @@ def test_fp8_experts_without_fp8_instructions() -> None:
     assert len(node.variants) == 3
 
 
+@pytest.mark.parametrize("mapped", [False, True], ids=["", "mapped"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
-def test_router_compiles(arch: str) -> None:
+def test_router_compiles(arch: str, mapped: bool) -> None:
     inputs = {
         "x": torch.empty(3, 7168, dtype=torch.bfloat16, device="meta"),
         "w": torch.empty(256, 7168, device="meta"),
         "bias": torch.empty(256, device="meta"),
         "slots": torch.empty(3, dtype=torch.int32, device="meta"),
     }
+    if mapped:
+        inputs["expert_map"] = torch.empty(1, 256, dtype=torch.int32, device="meta")
     attributes = {"top_k": 8, "groups": 8, "topk_groups": 4, "scoring": "sigmoid", "group_score": "top2_sum"}
     node, compiler = lowered("Router", inputs, {**attributes, "normalize": 1, "scale": 2.5}, arch)
     assert [len(variant.steps) for variant in node.variants] == [2, 2, 2, 2]

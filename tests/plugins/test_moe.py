@@ -92,6 +92,31 @@ def test_padding_gets_the_shared_expert_only(implementation, count):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "alone"])
+@pytest.mark.parametrize("count", [1, 2, 3, 9, 600])
+def test_pairs_without_an_expert_add_nothing(implementation, shared, count):
+    """Whatever their weight: experts of other ranks, of some rows all of them."""
+    weights, tokens = weights_of("fp32", NAMES if shared else NAMES[:3]), tokens_of(count)
+    gone = torch.rand(count, K, generator=torch.Generator().manual_seed(count)) < 0.7
+    gone[0, 1:], gone[1::3] = True, True
+    tokens["ids"][gone] = -1
+    tokens["weights"][gone] = 1e30
+    got = CpuOp(implementation, "Moe", tokens | weights, {})()["y"]
+    check_rows(got, written_out(tokens, weights).float(), "moe", "float32")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("count", [1, 2, 40])
+def test_a_step_may_have_no_pair_at_all(implementation, count):
+    weights, tokens = weights_of("fp32"), tokens_of(count)
+    tokens["ids"].fill_(-1)
+    got = CpuOp(implementation, "Moe", tokens | weights, {})()["y"]
+    check_rows(got, written_out(tokens, weights).float(), "moe", "float32")
+    alone = CpuOp(implementation, "Moe", tokens | weights_of("fp32", NAMES[:3]), {})()["y"]
+    assert torch.equal(alone, torch.zeros(count, D))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_experts_without_tokens_are_not_read(implementation):
     weights, tokens = weights_of("fp32"), tokens_of(20, experts=5)
     want = CpuOp(implementation, "Moe", tokens | weights, {})()["y"]

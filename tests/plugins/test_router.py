@@ -41,12 +41,15 @@ def transformers_router(kind, w, bias):
     return router
 
 
-def route(implementation, kind, x, w, bias=None, slots=None):
+def route(implementation, kind, x, w, bias=None, slots=None, expert_map=None):
     operands = {"x": x, "w": w, "slots": torch.zeros(len(x), dtype=torch.int32) if slots is None else slots}
     constants = ["w"]
     if bias is not None:
         operands["bias"] = bias
         constants.append("bias")
+    if expert_map is not None:
+        operands["expert_map"] = expert_map
+        constants.append("expert_map")
     return CpuOp(implementation, "Router", operands, KINDS[kind][1], constants)()
 
 
@@ -104,3 +107,20 @@ def test_padding_chooses_nobody(implementation):
     assert torch.equal(got["weights"][slots < 0], torch.zeros(3, 8))
     assert torch.equal(got["ids"][slots >= 0], alone["ids"])
     assert bool((alone["ids"] >= 0).all())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_map_says_where_the_chosen_experts_are(implementation, kind):
+    """Places in any order, none for experts of other ranks; weights are of all chosen ones, and padding still chooses nobody."""
+    generator = torch.Generator().manual_seed(3)
+    x, w = torch.randn(T, D, generator=generator), torch.randn(KINDS[kind][0], D, generator=generator)
+    slots = torch.arange(T, dtype=torch.int32).masked_fill(torch.arange(T) % 9 == 2, -1)
+    places = torch.randperm(len(w), generator=generator).int() - len(w) // 2
+    expert_map = places.where(places >= 0, -1).view(1, -1)
+    plain = route(implementation, kind, x, w, slots=slots)
+    mapped = route(implementation, kind, x, w, slots=slots, expert_map=expert_map)
+    want = expert_map[0][plain["ids"].long().clamp(0)].where(plain["ids"] >= 0, -1)
+    assert torch.equal(mapped["ids"], want)
+    assert torch.equal(mapped["weights"], plain["weights"])
+    assert 0.2 < float((mapped["ids"] < 0).float().mean()) < 0.8

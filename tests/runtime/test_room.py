@@ -86,7 +86,9 @@ def test_a_load_tells_the_backend_what_the_cache_needs(
     """So that a cache without room is refused before minutes of loading."""
     told = []
 
-    def make(folder: EngineFolder, device: str | None, gpu_memory: float | None, least_cache_bytes: int) -> CpuBackend:
+    def make(
+        folder: EngineFolder, device: str | None, gpu_memory: float | None, least_cache_bytes: int, **_
+    ) -> CpuBackend:
         told.append(least_cache_bytes)
         return CpuBackend(folder, device)
 

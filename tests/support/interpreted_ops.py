@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,14 +24,15 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction
 
 from dsc.compiler.lower_gpu import lower_gpu
+from dsc.plugins.communicator import communicating, communicator
 from dsc.plugins.gpu_node import TRITON_TYPES, Arch, Compiled, CudaSource, TritonSource
 from dsc.plugins.stored import norm_codes
 from dsc.runtime.expressions import LETTERS, evaluate, parse_guard
 from dsc.runtime.program import Program
-from dsc.runtime.steps import Gemm, Kernel, Matrix, Pointer, Repeat, Scalar, Step
+from dsc.runtime.steps import Collective, Gemm, Kernel, Matrix, Pointer, Repeat, Scalar, Step
 from support.compare import compare
 from support.gpu import POISON, case_inputs, check_clear, node_program
-from support.op_cases import CASES, Case, Draw, formats_of, model_widths
+from support.op_cases import ACROSS_RANKS, CASES, Case, Draw, formats_of, model_widths
 
 FORMATS = ("bf16", "fp8", "fp8:ue8m0", "wint8", "wint4:128", "mixed")
 QUANTIZE = ("fp8", "fp8:ue8m0")
@@ -98,6 +100,8 @@ class InterpretedOp:
                 self._launch(step, letters)
             elif isinstance(step, Gemm):
                 self._gemm(step, letters)
+            elif isinstance(step, Collective):
+                self._collective(step, letters)
             else:
                 raise AssertionError(f"no node has had a {step.kind}")
 
@@ -116,6 +120,20 @@ class InterpretedOp:
                 given[name] = value if isinstance(value, float) else evaluate(value, letters)
         grid = tuple(evaluate(size, letters) for size in step.grid)
         function[grid](*[given[name] for name in function.arg_names])
+
+    def _collective(self, step: Collective, letters: Mapping[str, int]) -> None:
+        assert (step.axis, step.reduce) == ("tensor", "sum"), step
+        dtype, count = getattr(torch, step.dtype), evaluate(step.count, letters)
+        source, destination = (
+            self.memory[at.operand][evaluate(at.offset, letters) :].view(dtype)
+            for at in (step.source, step.destination)
+        )
+        parts = [part.reshape(-1) for part in communicator().all_gather(source[:count])]
+        if step.op == "all_gather":
+            destination[: count * len(parts)] = torch.cat(parts)
+        else:
+            assert step.op == "all_reduce", step
+            destination[:count] = reduce(torch.add, [part.float() for part in parts]).to(dtype)
 
     def _gemm(self, step: Gemm, letters: Mapping[str, int]) -> None:
         m, n, k = (evaluate(size, letters) for size in (step.m, step.n, step.k))
@@ -152,6 +170,37 @@ def check_split(format_: str, dtype: torch.dtype) -> None:
     case = Case("Linear", {"x": draw.activations(3, 1600), "w": draw.weight(72, 1600)}, {"y": "linear"}, {})
     node = compare_op(case, dtype, format_, 3)
     assert any(operand.role == "zeroed" for operand in node.program.operands.values()), format_
+
+
+@dataclass(frozen=True)
+class Among:
+    """A communicator whose other ranks have said all they say."""
+
+    rank: int
+    others: Sequence[torch.Tensor]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.others) + 1
+
+    def all_gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [*self.others[: self.rank], x.view_as(self.others[0]), *self.others[self.rank :]]
+
+
+def check_ranks(rows: int, dtype: torch.dtype) -> None:
+    """AllReduce, and GatherLogits with parts that end within a program's block, within and before the last rank."""
+    draw = Draw(rows, dtype, "fp32", torch.Generator().manual_seed(rows))
+    x, *others = (draw.activations(rows, 512) for _ in range(3))
+    case = Case("AllReduce", {"x": x}, {"y": "copy"}, {"ranks": 3})
+    with communicating(Among(1, others)):
+        compare_op(case, dtype, "fp32", rows)
+    for vocabulary in (2400, 1600):
+        part, *others = (torch.randn(rows, 896, generator=draw.generator) for _ in range(3))
+        attributes = {"ranks": 3, "vocabulary": vocabulary}
+        for rank in range(3):
+            case = Case("GatherLogits", {"part": part}, {"logits": "copy"}, attributes)
+            with communicating(Among(rank, others)):
+                compare_op(case, torch.float32, "fp32", rows)
 
 
 def check_gathered() -> None:
@@ -202,6 +251,9 @@ def main(ops: Sequence[str], damaged: bool = False) -> None:
                 check_split(format_, dtype)
             if op == "LmHead" and (format_, dtype) == ("bf16", torch.bfloat16):
                 check_gathered()
+        if op in ACROSS_RANKS:
+            check_ranks(1, torch.float32)
+            check_ranks(5, torch.bfloat16)
         for quantize in QUANTIZE if op.endswith("RmsNorm") else ():
             for dtype in (torch.bfloat16, torch.float32):
                 for tokens, width in ((1, 7168), (3, 2048), (33, 200), (3, 96)):

@@ -133,9 +133,13 @@ def _router(draw: Draw) -> Case:
     x, w = draw.activations(draw.tokens, D), torch.randn(E, D, generator=draw.generator) / D**0.5
     x[:2] = 0.0  # every expert scores the same
     operands = {"x": x, "w": w, "bias": draw.integers(0, 3, E) / 8, "slots": draw.slots()}
+    constants = ["w", "bias"]
+    if draw.tokens == 3:  # one size as a rank has it that holds every other expert
+        operands["expert_map"] = torch.tensor([[e // 2 if e % 2 else -1 for e in range(E)]], dtype=torch.int32)
+        constants.append("expert_map")
     attributes = {"top_k": K, "groups": 4, "topk_groups": 2, "scoring": "sigmoid", "group_score": "top2_sum"}
     attributes |= {"normalize": 1, "scale": 2.5}
-    return Case("Router", operands, {"ids": "router", "weights": "router"}, attributes, ("w", "bias"))
+    return Case("Router", operands, {"ids": "router", "weights": "router"}, attributes, tuple(constants))
 
 
 def _moe(draw: Draw) -> Case:
@@ -144,6 +148,8 @@ def _moe(draw: Draw) -> Case:
     )
     weights = draw.floats(draw.tokens, K)
     padding = draw.slots() < 0
+    ids[1::4, :-1] = -1  # as a rank has them: experts of others, whose weights are not 0
+    ids[2::8] = -1
     mixed = draw.format == "mixed"
     operands = {
         "x": draw.activations(draw.tokens, D),
@@ -258,6 +264,15 @@ def _advance(draw: Draw) -> Case:
     return Case("Advance", operands, kinds, {"block_tokens": BLOCK})
 
 
+def _all_reduce(draw: Draw) -> Case:
+    return Case("AllReduce", {"x": draw.activations(draw.tokens, D)}, {"y": "copy"}, {"ranks": 1})
+
+
+def _gather_logits(draw: Draw) -> Case:
+    part = torch.randn(draw.tokens, -(-V // 128) * 128, generator=draw.generator)
+    return Case("GatherLogits", {"part": part}, {"logits": "copy"}, {"ranks": 1, "vocabulary": V})
+
+
 CASES: dict[str, Callable[[Draw], Case]] = {
     "Embedding": _embedding,
     "RmsNorm": _rms_norm,
@@ -272,7 +287,10 @@ CASES: dict[str, Callable[[Draw], Case]] = {
     "MlaAttention": _mla_attention,
     "Sample": _sample,
     "Advance": _advance,
+    "AllReduce": _all_reduce,
+    "GatherLogits": _gather_logits,
 }
+ACROSS_RANKS = ("AllReduce", "GatherLogits")  # their cases are of one rank
 
 
 def formats_of(op: str) -> tuple[str, ...]:

@@ -21,6 +21,8 @@ from dsc.plugins.stored import StoredWeight
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.expressions import evaluate
 from dsc.runtime.program import Program, ProgramNode
+from dsc.runtime.ranks.group import Group
+from dsc.runtime.shards import Place
 from dsc.runtime.steps import Kernel, Null, Pointer, Variant
 
 CUBIN = "kernels/toy.cubin"
@@ -57,7 +59,14 @@ class ToyBackend:
     """The runtime's half: see `dsc.runtime.backends.Backend`."""
 
     def __init__(
-        self, folder: EngineFolder, device: str | None, gpu_memory: float | None = None, least_cache_bytes: int = 0
+        self,
+        folder: EngineFolder,
+        device: str | None,
+        gpu_memory: float | None,
+        least_cache_bytes: int,
+        *,
+        place: Place,
+        group: Group | None,
     ) -> None:
         self.device = torch.device("cpu")
         self.folder = folder

@@ -7,10 +7,10 @@ from itertools import dropwhile, takewhile
 import pytest
 from support.engines import ROOT
 
+from dsc.compiler.ir.mesh import Mesh
 from dsc.compiler.model_shapes import first_layers, read_shape
 from dsc.compiler.planning.measured import load_table
 from dsc.compiler.planning.rates import Predictor
-from dsc.compiler.planning.sharding import Mesh
 from dsc.compiler.planning.weights import planned_weights
 from dsc.compiler.recipe import load_recipe
 from dsc.runtime.bench_floor import RATES

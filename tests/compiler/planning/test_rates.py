@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from support.engines import ROOT
 
+from dsc.compiler.ir.mesh import Mesh
 from dsc.compiler.model_shapes import first_layers, read_shape
 from dsc.compiler.planning.collectives import all_reduce_us
 from dsc.compiler.planning.measured import Table, read_table
 from dsc.compiler.planning.ops import PlannedOp, planned_ops
 from dsc.compiler.planning.rates import Predictor, predict
-from dsc.compiler.planning.sharding import Mesh
 from dsc.compiler.planning.weights import planned_weights
 from dsc.compiler.planning.work import Step, work
 from dsc.compiler.recipe import Recipe, load_recipe

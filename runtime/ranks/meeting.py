@@ -1,0 +1,166 @@
+"""How the ranks of an engine find each other: the leader waits, the others come, and all must be of one build."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from dsc.runtime.artifact import EngineFolder
+from dsc.runtime.errors import DscError, raise_all
+from dsc.runtime.ranks.channel import Channel
+from dsc.runtime.ranks.launch import Launch
+
+SECONDS = 300.0  # that ranks may come apart
+HOME = "127.0.0.1"
+_LEADER = "leader"  # under which the store has the leader's address
+_LOOK = 0.2  # seconds between looks at whether somebody died
+_meetings = count(1)  # of this process, under torchrun: every rank's n-th load is the same one
+
+
+@dataclass(frozen=True)
+class Build:
+    """What must be equal on all ranks: the engine, and what runs it."""
+
+    engine: str
+    dsc: str
+    torch: str
+
+    @classmethod
+    def of(cls, folder: EngineFolder) -> Build:
+        """Of this process."""
+        return cls(folder.content_hash, importlib.metadata.version("dsc"), torch.__version__)
+
+
+def home_store() -> dist.TCPStore:
+    """A store for the ranks of one machine, on a port that is free."""
+    return dist.TCPStore(HOME, 0, None, True, wait_for_workers=False)
+
+
+def home_store_at(port: int) -> dist.TCPStore:
+    """The same, from another process of the machine."""
+    return dist.TCPStore(HOME, port, None, False, timedelta(seconds=SECONDS), wait_for_workers=False)
+
+
+def torchrun_store() -> dist.Store:
+    """The store where the processes of a torchrun meet, a part of it for the next meeting of this process."""
+    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=SECONDS)))
+    return dist.PrefixStore(f"dsc/{next(_meetings)}", store)
+
+
+class Door:
+    """Where the leader waits for the other ranks."""
+
+    def __init__(self, store: dist.Store, launch: Launch) -> None:
+        self._ranks = launch.ranks
+        at_home = launch.local_ranks == launch.ranks
+        self._listener = socket.create_server((HOME if at_home else "", 0), backlog=launch.ranks)
+        host = HOME if at_home else os.environ["MASTER_ADDR"]
+        store.set(_LEADER, f"{host} {self._listener.getsockname()[1]}")
+
+    def welcome(
+        self,
+        build: Build,
+        words: dict[str, Any],
+        where: str,
+        alive: Callable[[], None] = lambda: None,
+        seconds: float | None = None,
+    ) -> dict[int, Channel]:
+        """The other ranks, once all have come; each is told `words`.
+
+        alive   raises when a rank died that did not come yet
+        raises  DscError naming every rank of another build, or every rank that did not come in time
+        """
+        found: dict[int, Channel] = {}
+        try:
+            self._wait(found, build, where, alive, time.monotonic() + (SECONDS if seconds is None else seconds))
+            for channel in found.values():
+                channel.send("welcome", words)
+        except BaseException as error:
+            for channel in found.values():
+                with suppress(OSError):
+                    channel.send("refused", {"text": str(error)})
+                channel.close()
+            raise
+        finally:
+            self._listener.close()
+        return found
+
+    def _wait(
+        self, found: dict[int, Channel], build: Build, where: str, alive: Callable[[], None], until: float
+    ) -> None:
+        faults: list[DscError] = []
+        start = time.monotonic()
+        while len(found) < self._ranks - 1:
+            if time.monotonic() > until:
+                missing = ", ".join(str(rank) for rank in range(1, self._ranks) if rank not in found)
+                came = ", ".join(map(str, [0, *sorted(found)]))
+                seconds = f"{time.monotonic() - start:.0f} s"
+                raise_all(f"{where}: not all ranks of the engine came", [*faults, DscError(
+                    f"rank {missing} did not come within {seconds}", where=where,
+                    wanted=f"{self._ranks} ranks, each in a process that loads this engine", got=f"rank {came}",
+                )])  # fmt: skip
+            self._listener.settimeout(_LOOK)
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                alive()
+                continue
+            channel, hello = Channel(connection), None
+            channel.set_timeout(10)
+            with suppress(ValueError):
+                hello = channel.receive()
+            if hello is None or hello.kind != "hello":
+                channel.close()  # nobody of ours
+                continue
+            channel.set_timeout(None)
+            rank, theirs = hello.body["rank"], Build(**hello.body["build"])
+            found[rank] = channel
+            faults += _differences(rank, theirs, build, where)
+        raise_all(f"{where}: the ranks do not belong together", faults)
+
+
+def knock(store: dist.Store, launch: Launch, build: Build, where: str) -> tuple[Channel, dict[str, Any]]:
+    """Come to the leader's door; the way to talk with it, and its words.
+
+    Raises DscError where the leader refuses the meeting or does not come.
+    """
+    try:
+        store.wait([_LEADER], timedelta(seconds=SECONDS))
+        host, _, port = store.get(_LEADER).decode().rpartition(" ")
+        channel = Channel(socket.create_connection((host, int(port)), timeout=SECONDS))
+        channel.set_timeout(None)
+        channel.send("hello", {"rank": launch.rank, "build": asdict(build)})
+    except (OSError, RuntimeError) as error:  # torch raises DistStoreError, a RuntimeError, when a wait is over
+        raise DscError(f"rank 0 did not come within {SECONDS:.0f} s", where=where, got=str(error)) from error
+    answer = channel.receive()
+    if answer is None or answer.kind != "welcome":
+        text = "it is gone" if answer is None else answer.body["text"]
+        channel.close()
+        raise DscError(f"rank 0 does not go on with rank {launch.rank}", where=where, got=text)
+    return channel, answer.body
+
+
+def _differences(rank: int, theirs: Build, ours: Build, where: str) -> list[DscError]:
+    named = {
+        "engine": f"rank {rank} loads an engine of another build",
+        "dsc": f"rank {rank} runs another version of dsc",
+        "torch": f"rank {rank} runs another version of torch",
+    }
+    found = []
+    for name, what in named.items():
+        one, other = getattr(ours, name), getattr(theirs, name)
+        if one != other:
+            found.append(DscError(what, where=where, wanted=f"{one}, as on rank 0", got=str(other)))
+    return found

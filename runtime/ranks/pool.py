@@ -1,0 +1,42 @@
+"""The leader's pool of cache blocks as its users see it: what they take and give, all ranks do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dsc.runtime.cache import BlockPool
+from dsc.runtime.ranks.loop import LeadingLoop
+
+
+class LedPool(BlockPool):
+    """For those who bring their own scheduler. The loop of the engine has the pool itself."""
+
+    def __init__(self, pool: BlockPool, loop: LeadingLoop) -> None:
+        self._pool, self._loop = pool, loop
+        self.num_blocks = pool.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return self._pool.num_free
+
+    def take(self, count: int) -> list[int] | None:
+        """See BlockPool."""
+        taken: list[int] | None = self._loop.on_pool("take", count, lambda: self._pool.take(count))
+        return taken
+
+    def give(self, blocks: Sequence[int]) -> None:
+        """See BlockPool."""
+        self._loop.on_pool("give", list(blocks), lambda: self._pool.give(blocks))
+
+    def holders(self, block: int) -> int:
+        """See BlockPool."""
+        return self._pool.holders(block)
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """See BlockPool."""
+        found: list[int] = self._loop.on_pool("find", [key.hex() for key in keys], lambda: self._pool.find(keys))
+        return found
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """See BlockPool."""
+        self._loop.on_pool("forget", list(blocks), lambda: self._pool.forget(blocks))
