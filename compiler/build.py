@@ -14,7 +14,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dsc.compiler import convert, evaluate, float8, quantize, random_numbers, round_fp8, round_integers, tables
+from dsc.compiler import (
+    convert,
+    evaluate,
+    float8,
+    keep_codes,
+    packing,
+    quantize,
+    random_numbers,
+    round_fp8,
+    round_integers,
+    tables,
+    unpack,
+)
 from dsc.compiler.certify.certify import certify_build
 from dsc.compiler.checkpoint import Checkpoint
 from dsc.compiler.config import read_config
@@ -29,7 +41,7 @@ from dsc.compiler.ledger import Ledger, make_ledger
 from dsc.compiler.lower import lower
 from dsc.compiler.pipeline import PipelineReport
 from dsc.compiler.planning.serving import serving_settings
-from dsc.compiler.planning.sharding import check_parallel
+from dsc.compiler.planning.sharding import check_parallel, unbuilt
 from dsc.compiler.planning.weights import planned_weights
 from dsc.compiler.progress import Progress
 from dsc.compiler.random_checkpoint import RandomCheckpoint, describe
@@ -41,7 +53,9 @@ from dsc.runtime.errors import DscError, raise_all
 
 AnyCheckpoint = Checkpoint | RandomCheckpoint
 # A build is not gone on with after one of these changed: the same weights could become other bytes.
-MAKERS_OF_BYTES = (convert, evaluate, float8, quantize, random_numbers, round_fp8, round_integers, tables)
+MAKERS_OF_BYTES = (
+    convert, evaluate, float8, keep_codes, packing, quantize, random_numbers, round_fp8, round_integers, tables, unpack,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -221,12 +235,9 @@ def _parallel_faults(recipe: Recipe) -> list[DscError]:
     got = f"parallel: {{tensor: {tensor}, expert: {expert}, pipeline: {pipeline}}}"
     wanted = "pipeline: 1, and expert: a divisor of tensor"
     try_ = f"parallel: {{tensor: {tensor}, expert: {math.gcd(tensor, expert)}, pipeline: 1}}"
-    whats = ["engines of several pipeline stages are not built yet"] if pipeline > 1 else []
-    if expert > tensor:
-        whats.append("engines of more expert ranks than tensor ranks are not built yet")
-    elif tensor % expert:
-        whats.append("experts cannot be spread over groups of ranks that do not come out even")
-    faults = [DscError(what, where=recipe.where, wanted=wanted, got=got, try_=try_) for what in whats]
+    faults = [
+        DscError(what, where=recipe.where, wanted=wanted, got=got, try_=try_) for what in unbuilt(recipe.parallel)
+    ]
     names = [entry.name for entry in recipe.passes]
     if recipe.parallel.num_ranks > 1 and "shard" not in names:
         what = f"{recipe.parallel.num_ranks} ranks, and no pass cuts weights for them"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dsc.compiler.ir.mesh import Mesh
-from dsc.compiler.ir.splits import EXPERT_MAP
+from dsc.compiler.ir.splits import EXPERT_MAP, HEAD, splits_of
 from dsc.compiler.ir.weight import DTYPE_BYTES
 from dsc.compiler.planning.gpus import Gpu
 from dsc.compiler.planning.sharding import rank_bytes, stage_layers
@@ -90,6 +90,7 @@ def step_memory(spec: ModelSpec, recipe: Recipe, mesh: Mesh, batch_tokens: int, 
     cached, lora = spec.cache_width, spec.q_lora_rank or 0
     # Values a token that are needed at once, the residual stream among them.
     ops = [
+        (lora or queries) + cached + 2 * hidden,
         lora + queries + cached + hidden,
         queries + values + cached + hidden,
         4 * hidden,  # AddRmsNorm: two in, two out
@@ -100,8 +101,11 @@ def step_memory(spec: ModelSpec, recipe: Recipe, mesh: Mesh, batch_tokens: int, 
     if spec.num_experts:
         ops.append(3 * hidden + spec.experts_per_token * (4 + 4) // size)
     rows = min(batch_tokens, sequences * (1 + recipe.mtp.drafts)) if recipe.target != "cpu" else batch_tokens
+    splits = () if spec.tie_word_embeddings else splits_of(spec, HEAD, "lm_head", mesh)
+    logits = sum(split.part(spec.vocab_size) for split in splits) * rows * LOGIT_BYTES  # of one rank, to be gathered
     io = rows * spec.vocab_size * LOGIT_BYTES + batch_tokens * hidden * size
-    return StepMemory((max(ops) + _scratch_values(spec, recipe, mesh)) * batch_tokens * size, io)
+    arena = (max(ops) + _scratch_values(spec, recipe, mesh)) * batch_tokens * size
+    return StepMemory(max(arena, logits), io)
 
 
 def _scratch_values(spec: ModelSpec, recipe: Recipe, mesh: Mesh) -> int:

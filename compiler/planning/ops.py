@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dsc.compiler.ir.mesh import Mesh
+from dsc.compiler.ir.splits import HEAD, shape_of_rank
+from dsc.compiler.planning.sharding import split
 from dsc.compiler.planning.weights import PlannedWeight, layer_kinds
 from dsc.compiler.recipe import Recipe
 from dsc.runtime.spec import ModelSpec
@@ -66,10 +68,9 @@ class _Ops:
 
     def all(self) -> Iterator[PlannedOp]:
         spec = self.spec
-        vocabulary = -(-spec.vocab_size // self.mesh.tensor)
         table = {"dtype": self.dtype, "table_format": self._format("model.embed_tokens.weight")}
         hidden = {"D": spec.hidden_size}
-        yield PlannedOp("embed_tokens", "Embedding", 1, {**hidden, "V": vocabulary}, table)
+        yield PlannedOp("embed_tokens", "Embedding", 1, {**hidden, "V": spec.vocab_size}, table)
         attention = list(self._attention())
         formats = _codes_for(attention) if self.norms_quantize else {}
         yield PlannedOp("layers.*.input_layernorm", "RmsNorm", 1, hidden, formats)
@@ -84,9 +85,25 @@ class _Ops:
             yield PlannedOp("layers.*.post_attention_layernorm", "AddRmsNorm", count, hidden, formats)
         for ops in mlps:
             yield from ops
+        yield from self._all_reduce("mlp", spec.num_layers)
         yield PlannedOp("norm", "AddRmsNorm", 1, hidden, {})
-        head = "model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
-        yield PlannedOp("lm_head", "LmHead", 1, {**hidden, "V": vocabulary}, {"w_format": self._format(head)})
+        yield from self._head()
+
+    def _head(self) -> Iterator[PlannedOp]:
+        spec, mesh = self.spec, self.mesh
+        weight = self.weights["model.embed_tokens.weight" if spec.tie_word_embeddings else HEAD]
+        rows = shape_of_rank(weight.shape, split(spec, weight, mesh))[0]
+        widths = {"D": spec.hidden_size, "V": rows}
+        yield PlannedOp("lm_head", "LmHead", 1, widths, {"w_format": self._format(weight.name)})
+        if mesh.tensor > 1 and not spec.tie_word_embeddings:
+            widths = {"part": rows, "ranks": mesh.num_ranks, "vocabulary": spec.vocab_size}
+            yield PlannedOp("lm_head.gather", "GatherLogits", 1, widths, {})
+
+    def _all_reduce(self, of: str, count: int) -> Iterator[PlannedOp]:
+        """The sum over ranks behind what has its columns split. Other meshes are not built, so have no op for it."""
+        if self.mesh.num_ranks == self.mesh.tensor > 1:
+            widths = {"D": self.spec.hidden_size, "ranks": self.mesh.num_ranks}
+            yield PlannedOp(f"layers.*.{of}.all_reduce", "AllReduce", count, widths, {})
 
     def _norms_before(self, mlps: Sequence[Sequence[PlannedOp]]) -> Iterator[tuple[dict[str, str], int]]:
         """Formats of the norms, and of how many layers they are: one entry where all quantize alike."""
@@ -136,6 +153,7 @@ class _Ops:
         }
         yield PlannedOp("layers.*.self_attn.attention", "MlaAttention", count, widths, formats)
         yield self._linear("self_attn.o_proj", count, heads * spec.v_head_dim, spec.hidden_size)
+        yield from self._all_reduce("self_attn", count)
 
     def _dense(self, count: int) -> Iterator[PlannedOp]:
         hidden, width = self.spec.hidden_size, self.spec.intermediate_size // self.mesh.tensor

@@ -15,7 +15,7 @@ from dsc.compiler.recipe import Recipe
 from dsc.runtime.spec import ModelSpec
 
 BATCHES = (1, 16, 64, 128, 256)
-REDUCES_A_LAYER = 2  # behind attention and behind the MLP
+COMMUNICATION = ("AllReduce", "GatherLogits")  # ops whose times are no kernel's
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Predictor:
         if ranks > 1 and not self._reduces:
             yield f"communication of {ranks} ranks is not predicted and left out: all-reduces were measured on {MEASURED_RANKS} GPUs only"
         elif ranks > 1:
-            yield f"all-reduces of {MEASURED_RANKS} ranks are those of NCCL as measured beside no kernel of dsc"
+            yield f"all-reduces of {MEASURED_RANKS} ranks are those of NCCL as measured beside no kernel of dsc; gathering logits was not measured, and is left out"
         if self.pipeline > 1:
             yield f"{self.pipeline} pipeline stages one after the other: nothing is overlapped, nothing is counted for sending"
         if self.unknown:
@@ -110,14 +110,15 @@ class Predictor:
     def _reduce_us(self, tokens: int) -> float:
         if not self._reduces:
             return 0.0
-        return REDUCES_A_LAYER * self.spec.num_layers * all_reduce_us(tokens, self.spec.hidden_size)
+        count = sum(op.count for op in self.ops["decode"] if op.op == "AllReduce")  # of prefill there are as many
+        return count * all_reduce_us(tokens, self.spec.hidden_size)
 
     def _ops_us(self, ops: Sequence[PlannedOp], step: Step) -> float:
         """Sequences are spread over groups of tensor ranks; experts see the tokens of all of them."""
         groups = self.mesh.num_ranks // self.mesh.tensor
         own = replace(step, sequences=-(-step.sequences // groups))
         total = 0.0
-        for op in ops:
+        for op in (op for op in ops if op.op not in COMMUNICATION):
             routed = replace(step, experts=self.spec.num_experts) if op.op == "Moe" else own
             estimate = self.table.estimate(op, routed)
             if estimate is None:

@@ -28,7 +28,7 @@ def shard_faults(spec: ModelSpec, weights: Sequence[PlannedWeight], mesh: Mesh) 
         faults.append(("experts", f"{spec.num_experts} = {divided(spec.num_experts, mesh.expert)}"))
     if faults:
         return faults
-    return [fault for weight in weights for fault in _weight_faults(spec, weight, mesh)]
+    return list(dict.fromkeys(fault for weight in weights for fault in _weight_faults(spec, weight, mesh)))
 
 
 def split(spec: ModelSpec, weight: PlannedWeight, mesh: Mesh) -> tuple[Split, ...]:
@@ -39,6 +39,14 @@ def split(spec: ModelSpec, weight: PlannedWeight, mesh: Mesh) -> tuple[Split, ..
 def rank_bytes(spec: ModelSpec, weight: PlannedWeight, mesh: Mesh) -> int:
     """Bytes that one rank has of a weight, of one layer. The mesh must be without faults."""
     return stored_bytes(shape_of_rank(weight.shape, split(spec, weight, mesh)), weight.format)
+
+
+def unbuilt(parallel: Parallel) -> list[str]:
+    """What of a recipe's ranks no engine is built for yet, [] where one is. Plans are made all the same."""
+    found = ["engines of several pipeline stages are not built yet"] if parallel.pipeline > 1 else []
+    if parallel.tensor % parallel.expert:
+        found.append("engines whose expert ranks do not divide their tensor ranks are not built yet")
+    return found
 
 
 def check_parallel(spec: ModelSpec, weights: Sequence[PlannedWeight], parallel: Parallel, where: str) -> Mesh:
@@ -60,10 +68,11 @@ def check_parallel(spec: ModelSpec, weights: Sequence[PlannedWeight], parallel: 
 
 
 def allowed_meshes(spec: ModelSpec, weights: Sequence[PlannedWeight], most_ranks: int = MOST_RANKS) -> list[Mesh]:
-    """Every mesh of up to `most_ranks` ranks that splits the weights, fewest ranks first."""
+    """Every mesh of up to `most_ranks` ranks that splits the weights and is built for, fewest ranks first."""
     tensor = [n for n in range(1, most_ranks + 1) if spec.num_heads % n == 0]
     expert = [n for n in range(1, most_ranks + 1) if spec.num_experts % n == 0]
-    meshes = sorted((Mesh(t, e) for t in tensor for e in expert), key=lambda m: (m.num_ranks, m.tensor, m.expert))
+    built = (Mesh(t, e) for t in tensor for e in expert if not unbuilt(Parallel(t, e, 1)))
+    meshes = sorted(built, key=lambda m: (m.num_ranks, m.tensor, m.expert))
     return [mesh for mesh in meshes if not shard_faults(spec, weights, mesh)]
 
 

@@ -21,31 +21,38 @@ from dsc.compiler.recipe import load_recipe, packaged_recipes, parse_recipe
 from dsc.runtime.bench_floor import Rates, StepFacts, step_floor
 from dsc.runtime.bench_layers import Part
 from dsc.runtime.bench_nodes import node_times
+from dsc.runtime.manifest import Parallel
 from dsc.runtime.program import Program
 
 RATES = Rates(memory=1e12, bf16=1e14, fp8=2e14)
+# Recipe, model, ranks and groups of them for experts.
 PAIRS = [
-    ("r1-wint4", "r1"), ("r1-fp8", "r1"), ("r1-fp8", "v3.1"), ("r1-wint8-2node", "faults"), ("v2-lite-wint4", "v2-lite"),
-    ("v2-lite-wint4", "v2"), ("kimi-k2-wint4", "k2"), ("tiny-r1-fp32", "tiny-r1"),
+    ("r1-wint4", "r1", 1, 1), ("r1-fp8", "r1", 1, 1), ("r1-fp8", "v3.1", 1, 1), ("r1-wint8-2node", "faults", 1, 1),
+    ("v2-lite-wint4", "v2-lite", 1, 1), ("v2-lite-wint4", "v2", 1, 1), ("kimi-k2-wint4", "k2", 1, 1),
+    ("tiny-r1-fp32", "tiny-r1", 1, 1), ("tiny-r1-fp32", "tiny-r1", 2, 2), ("tiny-r1-bf16", "v2-lite", 4, 2),
+    ("r1-wint8", "r1", 4, 1),
 ]  # fmt: skip
 STORED = ("Linear", "LmHead", "Qkv", "MlaAttention", "Moe")
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids="-".join)
+@pytest.fixture(scope="module", params=PAIRS, ids=lambda pair: "-".join(map(str, pair)))
 def planned(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[Program, list[PlannedOp]]]:
     """Program and planned ops by phase."""
-    name, family = request.param
+    name, family, tensor, expert = request.param
     folder: Path = TINY_R1 if family == "tiny-r1" else make_checkpoint(tmp_path_factory.mktemp("ops"), family)
-    recipe = load_recipe(name).override("cpu", 1)
-    checkpoint = Checkpoint.open(folder, read_config(folder), mtp=recipe.mtp.enabled)
+    recipe = replace(load_recipe(name).override("cpu"), parallel=Parallel(tensor, expert, 1))
+    spec = read_config(folder)
+    if not spec.num_mtp_layers:
+        recipe = replace(recipe, mtp=replace(recipe.mtp, enabled=False, drafts=0))
+    checkpoint = Checkpoint.open(folder, spec, mtp=recipe.mtp.enabled)
     weights = planned_weights(checkpoint.spec, recipe)
     graphs = {graph.name: graph for graph in make_graphs(recipe, checkpoint)[0]}
     return {
         phase: (
             lower(graphs[f"main.{phase}"], ""),
-            planned_ops(checkpoint.spec, recipe, weights, Mesh(1, 1), phase),
+            planned_ops(checkpoint.spec, recipe, weights, Mesh(tensor, expert), phase),
         )
         for phase in ("prefill", "decode")
     }
