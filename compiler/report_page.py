@@ -12,7 +12,7 @@ from dsc.runtime import certificate, inspect
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.certificate import Certificate
 from dsc.runtime.errors import DscError
-from dsc.runtime.inspect_tables import size_text
+from dsc.runtime.inspect_tables import ranks_text, size_text
 
 Data = dict[str, Any]
 STYLE = """
@@ -59,7 +59,7 @@ def _facts(data: Data) -> str:
     rows = [
         ("model", f"{spec['family']}, {spec['num_layers']} layers, hidden {spec['hidden_size']}"),
         ("recipe's model", str(engine["recipe"].get("model", ""))),
-        ("target", f"{engine['target']}, {engine['ranks']} rank(s)"),
+        ("target", f"{engine['target']}, {ranks_text(engine)}"),
         ("content hash", engine["content_hash"]),
         ("weights", f"{size_text(engine['weight_bytes'])} of {size_text(engine['bytes'])}"),
         ("cache a token", f"{cache['token_bytes']['total']:,} bytes, {cache['dtype']}"),

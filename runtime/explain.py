@@ -8,13 +8,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dsc.plugins.schema import SchemaError, folder_of, load_op
-from dsc.runtime import certificate
+from dsc.runtime import certificate, codec
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.certificate import LayerErrors
 from dsc.runtime.diff import EngineWeight, weights_of
 from dsc.runtime.errors import DscError, nearest
 from dsc.runtime.inspect import describe_node
+from dsc.runtime.manifest import TensorEntry
 from dsc.runtime.program import Program, ProgramNode
+from dsc.runtime.shards import shard_shape
 from dsc.runtime.steps import Kernel, Repeat, Step
 
 Data = dict[str, Any]
@@ -26,7 +28,8 @@ def explain(folder: EngineFolder, name: str) -> Data:
     """What is known of a name, as a JSON object whose `kind` is tensor, node or source.
 
     tensor  a weight or one of its stored tensors: `record` (what became of it), `chosen_by` (the recipe's entry for its
-            class and why it got another format), `stored`, `readers`, `certificate`
+            class and why it got another format), `stored` (its bytes, and the part that a rank has), `readers`,
+            `certificate`
     node    `graphs`: its operands, the passes that touched it with their notes, and its kernels in each graph
     source  a tensor of the checkpoint: `state` in the ledger, and the weight it went into
     raises  DscError with the nearest known name
@@ -72,12 +75,20 @@ def _tensor(folder: EngineFolder, programs: Programs, weight: EngineWeight) -> D
                 "file": entry.file,
                 "offset": entry.offset,
                 "sha256": entry.sha256,
+                **_part(programs, tensor, entry),
             }
             for part, (tensor, entry) in entries.items()
         ],
         "readers": readers,
         "certificate": _layer_errors(folder, weight.name),
     }
+
+
+def _part(programs: Programs, tensor: str, entry: TensorEntry) -> Data:
+    """The part of a stored tensor that a rank has: its shape, and the cuts that leave it, none for all of it."""
+    operands = [operand for program in programs.values() for operand in program.operands.values()]
+    cuts = next((operand.cuts for operand in operands if operand.tensor == tensor), ())
+    return {"rank_shape": list(shard_shape(entry.shape, cuts)), "cuts": codec.encode(cuts)}
 
 
 def _chosen_by(folder: EngineFolder, weight: EngineWeight) -> Data | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 Data = dict[str, Any]
@@ -13,6 +13,12 @@ def text(data: Data) -> str:
     """The lines of a tensor, a node or a source."""
     lines = {"tensor": _tensor, "node": _node, "source": _source}[data["kind"]](data)
     return "\n".join(lines)
+
+
+def cuts_text(cuts: Sequence[Data]) -> str:
+    """Which part of a stored tensor a rank has: "by expert along axis 0, by width along axis 1"."""
+    kept = [f" with the last {cut['kept']}" if "kept" in cut else "" for cut in cuts]
+    return ", ".join(f"by {cut['by']} along axis {cut['axis']}{rest}" for cut, rest in zip(cuts, kept, strict=True))
 
 
 def _source(data: Data) -> Iterator[str]:
@@ -40,6 +46,8 @@ def _tensor(data: Data) -> Iterator[str]:
     for part in data["stored"]:
         yield f"  {part['part']:8} {part['tensor']} {part['dtype']} {part['shape']}, {part['bytes']:,} bytes"
         yield f"           {part['file']} from byte {part['offset']:,}, {part['layout']}, sha256 {part['sha256'][:16]}"
+        if part["cuts"]:
+            yield f"           a rank has {part['rank_shape']} of it, {cuts_text(part['cuts'])}"
     yield from _certificate(data["certificate"])
     for reader in data["readers"]:
         yield f"  read by  {reader['op']} {reader['node']} of {reader['graph']} as {reader['slot']}"
@@ -66,7 +74,8 @@ def _node(data: Data) -> Iterator[str]:
         for arrow, operand in [("<", o) for o in graph["inputs"]] + [(">", o) for o in graph["outputs"]]:
             shape = ", ".join(map(str, operand["shape"]))
             kind = operand.get("format", operand["role"])
-            yield f"  {arrow} {operand['slot']:20} {operand['name']}: {operand['dtype']} [{shape}], {kind}"
+            part = f" of {operand['stored_shape']}" if "cuts" in operand else ""
+            yield f"  {arrow} {operand['slot']:20} {operand['name']}: {operand['dtype']} [{shape}]{part}, {kind}"
         yield from (f"  kernel                 {kernel}" for kernel in graph["kernels"])
         yield ""
     for site in data["declined"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 def describe(folder: EngineFolder, layer: int | None = None) -> dict[str, Any]:
     """The engine as a JSON object, the same keys for every engine.
 
-    engine, model, limits, cache, graphs  facts; cache in bytes per token
+    engine, model, limits, cache, graphs  facts; cache in bytes per token, rank_weight_bytes those of each rank
     fusion    one entry per pass and graph: expected and found sites, what the recipe allows to miss
     declined  sites a pass looked at and left, with its reason; notes: what the build told its user
     weights   totals by class and format; tensors: each weight with its error
@@ -31,7 +32,7 @@ def describe(folder: EngineFolder, layer: int | None = None) -> dict[str, Any]:
     manifest, report = folder.manifest, folder.report
     programs = {name: folder.program(name) for name in _graph_names(folder)}
     return {
-        "engine": _engine(folder),
+        "engine": {**_engine(folder), "rank_weight_bytes": rank_weight_bytes(programs.values())},
         "model": _model(folder),
         "limits": {
             "batch_tokens": manifest.limits.batch_tokens,
@@ -88,11 +89,18 @@ def _engine(folder: EngineFolder) -> dict[str, Any]:
         "content_hash": folder.content_hash,
         "target": manifest.target,
         "ranks": manifest.ranks,
+        "parallel": asdict(manifest.parallel),
         "recipe": manifest.recipe,
         "bytes": sum(file.bytes for file in manifest.files.values()),
         "weight_bytes": sum(tensor.bytes for tensor in manifest.tensors.values()),
         "toolchain": manifest.toolchain,
     }
+
+
+def rank_weight_bytes(programs: Iterable[Program]) -> int:
+    """Bytes of weights that each rank has of the stored ones, for these programs together."""
+    operands = [operand for program in programs for operand in program.operands.values() if operand.role == "weight"]
+    return sum({(operand.tensor, operand.cuts): operand.bytes for operand in operands}.values())
 
 
 def _model(folder: EngineFolder) -> dict[str, Any]:
@@ -204,6 +212,8 @@ def describe_node(program: Program, node: ProgramNode, folder: EngineFolder) -> 
 def _operand(program: Program, slot: str, name: str, folder: EngineFolder) -> dict[str, Any]:
     operand = program.operands[name]
     entry = folder.manifest.tensors.get(operand.tensor)
-    stored = {"format": entry.format, "weight_class": entry.weight_class} if entry else {}
+    stored: dict[str, Any] = {"format": entry.format, "weight_class": entry.weight_class} if entry else {}
     facts = {"dtype": operand.dtype, "shape": list(operand.shape), "role": operand.role, "bytes": operand.bytes}
+    if entry and operand.cuts:
+        stored |= {"stored_shape": list(entry.shape), "cuts": codec.encode(operand.cuts)}
     return {"slot": slot, "name": name, **facts, "alias": operand.alias, "offset": operand.offset, **stored}

@@ -69,8 +69,8 @@ def summary(kernels: Sequence[Data]) -> str:
 
 
 def steps_table(steps: Sequence[Data]) -> Table:
-    """A row a step: its launches, those of libraries among them, and how many each layer has."""
-    calls = {"cuBLAS": "gemm"} | ({"NCCL": "collective"} if any("collective" in s["kinds"] for s in steps) else {})
+    """A row a step: its launches, calls of cuBLAS and exchanges with other ranks among them, and how many each layer has."""
+    calls = {"cuBLAS": "gemm"} | ({"exchanges": "collective"} if any("collective" in s["kinds"] for s in steps) else {})
     rows = [
         (
             s["graph"],

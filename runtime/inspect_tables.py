@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dsc.runtime.explain_text import cuts_text
+
 Data = dict[str, Any]
 PIPE_COLUMNS = 160
 
@@ -51,7 +53,7 @@ def facts_table(data: Data) -> Table:
     per_token = " + ".join(f"{count:,} {name}" for name, count in cache["token_bytes"].items() if name != "total")
     rows = [
         ("recipe", f"{engine['recipe'].get('name', '')} of {engine['recipe'].get('model', '')}"),
-        ("target", f"{engine['target']}, {_count(engine['ranks'], 'rank')}, schema version {engine['schema_version']}"),
+        ("target", f"{engine['target']}, {ranks_text(engine)}, schema version {engine['schema_version']}"),
         ("content hash", engine["content_hash"]),
         ("model", f"{spec['family']}, hidden {spec['hidden_size']}, vocabulary {spec['vocab_size']}"),
         ("layers", f"{layers}, MTP layer {', '.join(map(str, mtp['layers']))}" if mtp else f"{layers}, no MTP"),
@@ -70,7 +72,15 @@ def facts_table(data: Data) -> Table:
         ("cache a token", f"{cache['token_bytes']['total']:,} bytes = {per_token}"),
         ("weights", f"{size_text(engine['weight_bytes'])} of {size_text(engine['bytes'])}"),
     ]
+    if engine["ranks"] > 1:
+        rows.append(("weights of a rank", size_text(engine["rank_weight_bytes"])))
     return make_table(engine["name"], ("", ""), rows, header=False)
+
+
+def ranks_text(engine: Data) -> str:
+    """`8 ranks: tensor 8, expert 8, pipeline 1`."""
+    axes = ", ".join(f"{axis} {ranks}" for axis, ranks in engine["parallel"].items())
+    return _count(engine["ranks"], "rank") + (f": {axes}" if engine["ranks"] > 1 else "")
 
 
 def _serving(serving: Data | None) -> str:
@@ -201,7 +211,8 @@ def _type(operand: Data) -> str:
 
 def _what(operand: Data) -> str:
     if "format" in operand:
-        return f"{operand['name']}: {operand['weight_class']} as {operand['format']}, {operand['bytes']:,} bytes"
+        part = f" of {operand['stored_shape']} {cuts_text(operand['cuts'])}" if "cuts" in operand else ""
+        return f"{operand['name']}: {operand['weight_class']} as {operand['format']}, {operand['bytes']:,} bytes{part}"
     where = f" at {operand['offset']:,}" if operand["offset"] is not None else ""
     alias = f", the memory of {operand['alias']}" if operand["alias"] else ""
     return f"{operand['name']}: {operand['role']}{where}{alias}"

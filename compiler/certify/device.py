@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from dsc.compiler.certify.runners import Bind, RunSegment
+from dsc.compiler.certify.runners import Bind, RunSegment, Values
 from dsc.plugins.cpu_node import Made, Packs
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.errors import DscError
 from dsc.runtime.executor import Executor
 from dsc.runtime.program import Program
+from dsc.runtime.ranks.threads import run_ranks
+from dsc.runtime.shards import Place
 from dsc.runtime.weights import Weights
 
 PHASE = "prefill"
@@ -22,10 +24,18 @@ M_MMAP_THRESHOLD = -3  # of malloc.h
 def open_device(folder: EngineFolder, name: str | None) -> tuple[torch.device, Bind]:
     """The device of that name, "cpu" for None, and what binds an engine's prefill segments there.
 
-    Raises DscError where the engine cannot be run on it, or its largest segment has no room there.
+    Raises DscError where the engine cannot be run on it, or its largest segment has no room there. On the CPU all ranks of an
+    engine run, as threads.
     """
     if name in (None, "cpu"):
         return torch.device("cpu"), bind_on_cpu(folder)
+    if folder.manifest.ranks > 1:
+        raise DscError(
+            f"the {folder.manifest.ranks} ranks of an engine are verified on the CPU",
+            where=str(folder.path),
+            wanted="--device cpu",
+            got=name or "",
+        )
     if folder.manifest.target == "cpu":
         raise DscError(f"an engine for cpu cannot run on {name}", where=str(folder.path), wanted="cpu", got=name or "")
     from dsc.compiler.certify.gpu import GpuSegments  # here: it wants the packages of the GPU extra
@@ -49,13 +59,29 @@ def bind_on_cpu(folder: EngineFolder) -> Bind:
             try_="dsc verify --device cuda",
         )
 
+    parallel = folder.manifest.parallel
+    places = [Place(rank, parallel.tensor, parallel.expert) for rank in range(folder.manifest.ranks)]
+
     def bind(program: Program) -> RunSegment:
         return_freed_memory()
-        weights = Weights(folder)
-        weights.packs = _ReleasingPacks(folder)
-        return Executor(program, folder, shared=weights).run
+        ranks = []
+        for place in places:
+            weights = Weights(folder, place)
+            weights.packs = _ReleasingPacks(folder)
+            ranks.append(Executor(program, folder, shared=weights).run)
+        return ranks[0] if len(ranks) == 1 else _together(program, ranks)
 
     return bind
+
+
+def _together(program: Program, ranks: Sequence[RunSegment]) -> RunSegment:
+    """All ranks of a segment at a time, each with caches of its own; what the first one gives, which is what all give."""
+    caches = [name for name in program.inputs if program.operands[name].role == "state"]
+
+    def run(values: Values) -> dict[str, torch.Tensor]:
+        return run_ranks(len(ranks), lambda rank: ranks[rank]({**values, **{n: values[n].clone() for n in caches}}))[0]
+
+    return run
 
 
 def return_freed_memory() -> None:

@@ -24,6 +24,7 @@ from dsc.compiler.recipe import KvCache, Recipe
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.certificate import Acceptance, EndToEnd, LayerErrors
 from dsc.runtime.errors import DscError
+from dsc.runtime.manifest import Parallel
 from dsc.runtime.program import Program
 
 ROWS = 128  # of logits in memory at once
@@ -175,10 +176,11 @@ def _reference_programs(
 
 
 def unquantized(recipe: Recipe) -> Recipe:
-    """The same fusions on the CPU, in float32, with every weight as the checkpoint has it."""
+    """The same fusions on the CPU, on one rank, in float32, with every weight as the checkpoint has it."""
     return replace(
         recipe,
         target="cpu",
+        parallel=Parallel(1, 1, 1),
         kv_cache=KvCache("float32", recipe.kv_cache.block_tokens),
         passes=tuple(entry for entry in recipe.passes if entry.name not in UNQUANTIZED),
         allow={name: entry for name, entry in recipe.allow.items() if name not in UNQUANTIZED},

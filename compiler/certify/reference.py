@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from dsc.compiler.certify.runners import Bind, RunSegment, Values
-from dsc.compiler.certify.segments import HEAD_OP
-from dsc.compiler.evaluate import Read, evaluate, row_blocks
+from dsc.compiler.certify.segments import HEAD_OPS
+from dsc.compiler.evaluate import evaluate, row_blocks
 from dsc.compiler.ir.simplify import simplify
 from dsc.compiler.ir.weight import Expression, Stack, WeightValues
+from dsc.compiler.unpack import Read
 from dsc.plugins.formats import Format
 from dsc.plugins.schema import Weight, folder_of, load_op
 from dsc.runtime.executor import last_reads
@@ -103,7 +104,7 @@ class _Reference:
                 operands[tensor.name] = None
             elif self._program.operands[name].role == "weight":
                 stored = self._program.operands[name].tensor
-                operands[tensor.name] = self._weight(stored, isinstance(tensor, Weight), node.op == HEAD_OP)
+                operands[tensor.name] = self._weight(stored, isinstance(tensor, Weight), node.op in HEAD_OPS)
             else:
                 operands[tensor.name] = values[name]
         reference: Any = importlib.import_module(f"dsc.plugins.{folder_of(op.name)}.reference").reference

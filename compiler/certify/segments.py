@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from dsc.runtime.program import Program, ProgramNode
 from dsc.runtime.steps import operands_in
 
-HEAD_OP = "LmHead"
+HEAD_OPS = ("LmHead", "GatherLogits")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Segment:
 
     @property
     def is_head(self) -> bool:
-        return any(node.op == HEAD_OP for node in self.program.nodes)
+        return any(node.op in HEAD_OPS for node in self.program.nodes)
 
 
 def cut(program: Program) -> list[Segment]:
@@ -40,7 +40,7 @@ def cut(program: Program) -> list[Segment]:
     runs: list[tuple[object, list[ProgramNode]]] = []
     for node in program.nodes:
         found = re.match(r"layers\.(\d+)\.", node.name)
-        kind: object = int(found[1]) if found else HEAD_OP if node.op == HEAD_OP else "outside"
+        kind: object = int(found[1]) if found else HEAD_OPS if node.op in HEAD_OPS else "outside"
         if not runs or runs[-1][0] != kind:
             runs.append((kind, []))
         runs[-1][1].append(node)

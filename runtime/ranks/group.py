@@ -19,6 +19,7 @@ class Group:
     address      by which other ranks reach this machine
     store        where process groups of torch.distributed meet; make it by `store_of`
     agree_least  the smallest of the ranks' numbers, once all of them have come here; DscError if one of them failed
+    local_ranks  how many ranks share the machine
     """
 
     rank: int
@@ -27,6 +28,7 @@ class Group:
     address: str
     store: Store
     agree_least: Callable[[int], int]
+    local_ranks: int = 1
     _ends: list[Callable[[], None]] = field(default_factory=list)
 
     def store_of(self, name: str) -> Store:

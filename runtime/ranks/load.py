@@ -63,13 +63,16 @@ def _lead(
         channels = Door(store, launch).welcome(Build.of(folder), words, where, alive)
     except BaseException:
         if children is not None:
-            children.end(kill=True)
+            children.kill()
+            children.wait()
         raise
     ends: list[Callable[[], None]] = []
     followers = Followers(channels, children, ends, where)
     try:
         address = next(iter(channels.values())).address
-        group = Group(0, launch.ranks, launch.local_rank, address, store, followers.agree_least, ends)
+        group = Group(
+            0, launch.ranks, launch.local_rank, address, store, followers.agree_least, launch.local_ranks, ends
+        )
         engine = make_engine(folder, options, group, partial(LeadingLoop, followers))
         loop = engine.loop
         assert isinstance(loop, LeadingLoop)
@@ -89,7 +92,9 @@ def follow(folder: EngineFolder, launch: Launch, store: dist.Store, verify: bool
     """
     channel, words = knock(store, launch, Build.of(folder), str(folder.path))
     leader = Leader(channel, launch.rank)
-    group = Group(launch.rank, launch.ranks, launch.local_rank, channel.address, store, leader.agree_least)
+    group = Group(
+        launch.rank, launch.ranks, launch.local_rank, channel.address, store, leader.agree_least, launch.local_ranks
+    )
     try:
         options = LoadOptions(**{**words["options"], "verify": verify})
         if folder.manifest.target == "cpu":

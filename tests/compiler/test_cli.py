@@ -149,7 +149,7 @@ MISTAKES = {
     ("compile", "--recipe", "tiny-r1-wint4", "--target", "tensorrt"): NOT_BUILT,
     ("compile", "--recipe", "tiny-r1-wint4", "--ranks", "0"): "at least one rank",
     ("compile", "--recipe", "tiny-r1-wint4", "--ranks", "many"): "not a valid integer",
-    ("compile", "--recipe", "tiny-r1-wint4", "--ranks", "2"): "several ranks are not built yet",
+    ("compile", "--recipe", "tiny-r1-wint4", "--ranks", "2"): "not in whole groups of 128",
     ("compile", "--recipe", "tiny-r1-wint4", "--layers", "2"): "--weights random",
     ("compile", "--recip", "x"): "--recipe",
     # inspect

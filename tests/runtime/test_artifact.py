@@ -220,6 +220,9 @@ def test_what_is_no_engine(tmp_path, engine):
     [
         (("target",), 70, "target is of the wrong kind"),
         (("ranks",), 2, "graphs['main.decode'] has not one entry per rank"),
+        (("parallel", "tensor"), 2, "ranks is not the number of ranks of parallel"),
+        (("parallel", "expert"), 0, "parallel.expert is not positive"),
+        (("parallel", "expert"), 3, "groups of ranks for experts that do not come out even"),
         (("limits", "sequences"), 0, "limits.sequences is not positive"),
         (("tensors", "embed.weight", "offset"), 1 << 40, "tensors['embed.weight'].offset is out of range"),
         (("tensors", "embed.weight", "offset"), -8, "tensors['embed.weight'].offset is out of range"),

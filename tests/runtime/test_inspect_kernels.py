@@ -43,10 +43,10 @@ def test_a_kernel_and_a_step() -> None:
 
 
 def test_collectives_have_a_column_where_there_are_several_ranks() -> None:
-    assert "NCCL" not in printed(KERNEL)
+    assert "exchanges" not in printed(KERNEL)
     step = {**STEP, "launches": 15, "kinds": {**STEP["kinds"], "collective": 3}}
     text = printed(KERNEL, step=step)
-    assert "cuBLAS NCCL" in " ".join(text.split())
+    assert "cuBLAS exchanges" in " ".join(text.split())
     assert row_of(text, "main.decode")[:5] == ["main.decode", "1", "15", "1", "3"]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +18,8 @@ from support.tolerances import ENGINE_LOGIT_GAPS
 
 from dsc import runtime
 from dsc.runtime.batch import Batch, Segment
+from dsc.runtime.bench import measure
+from dsc.runtime.bench_points import Plan
 from dsc.runtime.engine import Engine
 from dsc.runtime.errors import DscError
 from dsc.runtime.request import Output
@@ -172,14 +177,34 @@ def _weights(engine: Engine) -> list[Any]:
     return list({(o.tensor, o.cuts): o for p in programs for o in p.operands.values() if o.role == "weight"}.values())
 
 
+def test_the_command_under_torchrun(fp32: Engine, two_folder: Path) -> None:
+    """Standard input is the leader's, and so is the output."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "dsc.compiler.cli"]
+    options = ["--json", "--temperature", "0", "--max-tokens", "8"]
+    found = subprocess.run(
+        [*command, "generate", str(two_folder), *options], input=b"def ", capture_output=True, check=False
+    )
+    assert found.returncode == 0, found.stderr.decode()
+    (row,) = json.loads(found.stdout)
+    (wanted,) = fp32.generate(["def "], temperature=0.0, max_tokens=8)
+    assert (row["prompt"], row["token_ids"]) == ("def ", wanted.token_ids)
+
+
 def test_four_ranks_with_little_cache_and_without_reuse(fp32: Engine, tmp_path: Path) -> None:
     folder = compile_ranks("fp32", 4, tmp_path)
     wanted = fp32.generate(PROMPTS[:8], max_tokens=64, **GREEDY)
     with runtime.load(folder, cache_tokens=256, prefix_reuse=False) as four:
-        assert len(rank_processes()) >= 3
         got = four.generate(PROMPTS[:8], max_tokens=64, **GREEDY)
         assert four.loop.scheduler.preempted > 0
         assert four.cache.pool.num_free == four.cache.pool.num_blocks == 4
+        measured = measure(four, Plan([1, 2], [64], steps=2, nodes=True))
+        assert [point["batch"] for point in measured["decode"]] == [1, 2]
+        assert measured["weight_bytes"] == four.resident_weight_bytes()
+        processes = rank_processes()
+        threading.Timer(0.3, processes[-1].kill).start()
+        with pytest.raises(DscError, match=r"rank 3 of the engine has ended\n  got  killed by SIGKILL"):
+            four.generate(PROMPTS[:8], max_tokens=100, **GREEDY)
+    wait_until_gone(processes)
     assert [o.token_ids for o in got] == [o.token_ids for o in wanted]
 
 

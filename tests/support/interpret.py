@@ -23,6 +23,7 @@ from dsc.compiler.ir.graph import IR_VERSION, OPSET, Graph, Node, expression_of,
 from dsc.plugins.formats import parse_format
 from dsc.plugins.schema import Weight, folder_of
 from dsc.plugins.stored import StoredWeight
+from dsc.runtime.shards import Place, take
 from support.oracle import evaluate
 
 
@@ -48,13 +49,20 @@ def one_sequence(graph: Graph, tokens: Sequence[int], **more: Tensor) -> dict[st
     return inputs
 
 
-def interpret(graph: Graph, stored: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The graph's outputs by name. `stored` has the checkpoint's tensors, `inputs` a value for every graph input."""
+def interpret(
+    graph: Graph, stored: Mapping[str, Tensor], inputs: Mapping[str, Tensor], place: Place | None = None
+) -> dict[str, Tensor]:
+    """The graph's outputs by name. `stored` has the checkpoint's tensors, `inputs` a value for every graph input.
+
+    place  whose parts of weights a graph of several ranks reads
+    """
     values: dict[str, Tensor] = dict(inputs)
 
     def value(tensor: gs.Variable | gs.Constant) -> Tensor:
         if is_weight(tensor) and tensor.name not in values:
-            values[tensor.name] = evaluate(expression_of(tensor), stored)
+            whole, cuts = evaluate(expression_of(tensor), stored), tensor._values.cuts
+            assert not cuts or place is not None, tensor.name
+            values[tensor.name] = whole if place is None else take(whole, cuts, place)
         elif isinstance(tensor, gs.Constant) and not is_weight(tensor):
             return torch.from_numpy(np.asarray(tensor.values).copy())
         return values[tensor.name]

@@ -35,7 +35,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCa
 
 from dsc.compiler import tables
 from dsc.compiler.ir.graph import Graph, expression_of
-from dsc.compiler.ir.weight import Cast, Concat, Dequantize, Expression, Generated, Reshape, Source, Stack
+from dsc.compiler.ir.weight import Cast, Concat, Dequantize, Expression, Generated, Quantize, Reshape, Source, Stack
 from support.families import dequantize_checkpoint, dequantized_tensors, read_tensors
 
 
@@ -200,6 +200,8 @@ def evaluate(expression: Expression, stored: Mapping[str, Tensor]) -> Tensor:
             value = torch.cat(parts)
         case Stack():
             value = torch.stack(parts)
+        case Quantize() if not expression.parsed.quantized:
+            value = parts[0].to(getattr(torch, expression.dtype))
         case _:
             raise NotImplementedError(expression)
     assert tuple(value.shape) == expression.shape, expression
