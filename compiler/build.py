@@ -14,7 +14,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dsc.compiler import convert, evaluate, float8, quantize, random_numbers, round_fp8, round_integers, tables
+from dsc.compiler import (
+    convert,
+    evaluate,
+    float8,
+    keep_codes,
+    packing,
+    quantize,
+    random_numbers,
+    round_fp8,
+    round_integers,
+    tables,
+    unpack,
+)
 from dsc.compiler.certify.certify import certify_build
 from dsc.compiler.checkpoint import Checkpoint
 from dsc.compiler.config import read_config
@@ -41,7 +53,9 @@ from dsc.runtime.errors import DscError, raise_all
 
 AnyCheckpoint = Checkpoint | RandomCheckpoint
 # A build is not gone on with after one of these changed: the same weights could become other bytes.
-MAKERS_OF_BYTES = (convert, evaluate, float8, quantize, random_numbers, round_fp8, round_integers, tables)
+MAKERS_OF_BYTES = (
+    convert, evaluate, float8, keep_codes, packing, quantize, random_numbers, round_fp8, round_integers, tables, unpack,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from dsc.compiler.ir.simplify import simplify
 from dsc.compiler.ir.weight import Expression, Source
+from dsc.compiler.packing import LAYOUTS
 from dsc.compiler.safetensors_file import TensorInfo
 from dsc.compiler.shards import Shards, find_shards, tensor_lines
 from dsc.compiler.source_files import SourceFiles
-from dsc.compiler.tensor_names import Expected, expected_tensors, mtp_tensors
+from dsc.compiler.tensor_names import Expected, TensorNames, all_names, expected_tensors, fold_names, mtp_tensors
 from dsc.plugins.schema import Type
 from dsc.runtime.errors import DscError, nearest, raise_all
 from dsc.runtime.spec import ModelSpec
@@ -40,7 +41,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path, spec: ModelSpec, shards: Shards, dropped: dict[str, str]) -> None:
         self.folder, self.spec, self.dropped = folder, spec, dropped
-        self.expected = expected_tensors(spec)
+        self.expected = expected_tensors(spec, shards.tensors)
         self.notes = tuple(shards.notes)
         self._tensors = shards.tensors
         self._files = SourceFiles(info.file for info in self._tensors.values())
@@ -129,6 +130,12 @@ class Checkpoint:
             if expected.copy_of and name in self._tensors:
                 yield name, expected.copy_of
 
+    def ruled(self) -> Iterator[tuple[str, Expected]]:
+        """Stored tensors that no graph reads, and what they must hold."""
+        for name, expected in self.expected.items():
+            if expected.rule and name in self._tensors:
+                yield name, expected
+
 
 def check_names(
     folder: Path, spec: ModelSpec, names: set[str], *, mtp: bool = True
@@ -146,9 +153,9 @@ def check_names(
 
 def _settle_mtp(spec: ModelSpec, names: set[str], mtp: bool, shards: Shards, folder: Path) -> ModelSpec:
     """Declared and stored MTP layers compared; the spec with the layer that will be used, or without."""
-    expected = mtp_tensors(spec)
+    expected = mtp_tensors(spec, names)
     found = names & expected.keys()
-    absent = {name for name in expected if not expected[name].copy_of} - found
+    absent = {name for name in expected if not expected[name].optional} - found
     if not mtp or not (found or spec.num_mtp_layers):
         return replace(spec, num_mtp_layers=0)
     declared = spec.num_mtp_layers == 1
@@ -167,18 +174,20 @@ def _settle_mtp(spec: ModelSpec, names: set[str], mtp: bool, shards: Shards, fol
 def _dropped(spec: ModelSpec, names: set[str], mtp: bool) -> dict[str, str]:
     dropped = {n: rule for n in names for suffix, rule in DROPPED_SUFFIXES.items() if n.endswith(suffix)}
     if not mtp:
-        dropped |= dict.fromkeys(names & mtp_tensors(spec).keys(), DROPPED_MTP)
+        dropped |= dict.fromkeys(names & mtp_tensors(spec, names).keys(), DROPPED_MTP)
     return dropped
 
 
 def _compare(spec: ModelSpec, shards: Shards, names: set[str], folder: Path) -> None:
     """Every missing, unknown and misshapen tensor becomes a fault; what a lost file or the MTP rules told stays told."""
-    expected = expected_tensors(spec)
-    told = shards.lost | (mtp_tensors(spec).keys() if spec.num_mtp_layers else set())
-    absent = {n for n, e in expected.items() if not e.copy_of} - names - told
+    found = all_names(spec, names)
+    expected = found.found
+    told = shards.lost | (mtp_tensors(spec, names).keys() if spec.num_mtp_layers else set())
+    absent = {n for n, e in expected.items() if not e.optional} - names - told
     if absent:
         what = f"{len(absent)} of {len(expected)} tensors are missing"
         shards.faults.append(DscError(what, where=str(folder), details=tensor_lines(absent)))
+    names = names - _tell_packed(found, names, shards, folder)
     _tell_unknown(sorted(names - expected.keys()), expected, shards, folder)
     misfits: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in sorted(names & expected.keys() & shards.tensors.keys()):
@@ -198,6 +207,38 @@ def _compare(spec: ModelSpec, shards: Shards, names: set[str], folder: Path) -> 
         )
         lines = tensor_lines(misfit) if len(misfit) > 1 else []
         shards.faults.append(DscError(what, where=str(folder), details=lines, wanted=wanted_type, got=got))
+
+
+def _tell_packed(found: TensorNames, names: set[str], shards: Shards, folder: Path) -> set[str]:
+    """Modules stored in another way than config.json says become notes, those stored in both ways a fault, whose packed
+    tensors are returned.
+    """
+    packing = found.spec.source.packing
+    if packing is None:
+        return set()
+    layout = LAYOUTS[packing.method]
+    ends = (layout.words, layout.scales, layout.zeros)
+    twice = {
+        f"{module}.{end}"
+        for module, packed in found.modules.items()
+        if not packed
+        for end in ends
+        if f"{module}.{end}" in names
+    }
+    if twice:
+        what = f"{len(twice)} packed tensors are of modules whose weight is stored too"
+        shards.faults.append(DscError(what, where=str(folder), details=tensor_lines(twice), wanted="one of both"))
+    for packed, declared, stored in ((True, "unpacked", "packed"), (False, "packed", "unpacked")):
+        differing = [module for module, is_packed in found.modules.items() if is_packed is packed]
+        differing = [module for module in differing if found.declared(module) is not packed]
+        if differing:
+            shown = fold_names(sorted(differing))
+            more = f" and {len(shown) - 4} kinds more" if len(shown) > 4 else ""
+            shards.notes.append(
+                f"config.json says that {len(differing)} modules are {declared}, they are stored {stored}: "
+                f"{', '.join(shown[:4])}{more}"
+            )
+    return twice
 
 
 def _tell_unknown(unknown: list[str], expected: dict[str, Expected], shards: Shards, folder: Path) -> None:

@@ -9,10 +9,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from dsc.compiler.config_source import read_source_format
 from dsc.compiler.json_fields import REQUIRED, JsonFields, show
 from dsc.runtime.codec import read_json
 from dsc.runtime.errors import DscError, nearest, raise_all
-from dsc.runtime.spec import ModelSpec, SourceFormat, Yarn
+from dsc.runtime.spec import ModelSpec, Yarn
 
 # architecture -> the model types that are of its shape
 ACCEPTED = {
@@ -28,7 +29,7 @@ REFUSED = (
         "its compressed attention and hash-routed experts are not MLA with MoE",
     ),
     ("kimi_?k3", "Kimi-K3", "its layers are not MLA with MoE"),
-    ("kimi_?k25", "Kimi-K2.5", "its vision tower and packed 4-bit experts are not built yet"),
+    ("kimi_?k25", "Kimi-K2.5", "its vision tower is not built yet"),
     ("kimi_?linear", "Kimi-Linear", "its linear attention layers are not MLA"),
     ("deepseek_?(vl|ocr)", "DeepSeek-VL", "it reads images"),
     ("deepseekforcausallm|^deepseek$", "DeepSeek-MoE (V1)", "its attention is not MLA"),
@@ -67,7 +68,7 @@ def read_config(folder: Path, name: str = "config.json") -> ModelSpec:
         **_experts(config, architecture),
         **_rope(config),
         **_tokens(config, folder / "generation_config.json"),
-        "source": _source(config),
+        "source": read_source_format(config),
     }
     _refuse_variants(config)
     config.unknown(IGNORABLE)
@@ -289,30 +290,6 @@ def _token_ids(fields: JsonFields, key: str) -> list[int]:
         return ids
     fields.fault(f"{key} is {show(value)}, wanted a token id or a list of them")
     return []
-
-
-def _source(config: JsonFields) -> SourceFormat | None:
-    """How linear weights are stored: FP8 in 128x128 blocks, or floats where there is no quantization_config."""
-    dtype = config.choice(config.alias("torch_dtype", "dtype"), ("bfloat16", "float32"), "bfloat16")
-    quantization = config.object("quantization_config")
-    if quantization is None:
-        return SourceFormat("fp32" if dtype == "float32" else "bf16")
-    method = quantization.raw("quant_method")
-    if method != "fp8":
-        config.fault(f'quant_method {show(method)} is unknown, nearest known "fp8" (e4m3 in 128x128 blocks)')
-        return None
-    quantization.choice("fmt", ("e4m3",), "e4m3")
-    quantization.choice("activation_scheme", ("dynamic",), "dynamic")
-    scale_fmt = quantization.choice("scale_fmt", ("ue8m0", "float"), "float")
-    quantization.choice("weight_block_size", ([128, 128],))
-    for key in ("modules_to_not_convert", "ignored_layers"):
-        kept = quantization.raw(key)
-        if kept not in (None, [], ["lm_head"]):
-            quantization.fault(
-                f"{quantization.name(key)} is {show(kept)}, wanted none: every linear but lm_head is FP8"
-            )
-    quantization.unknown(())
-    return SourceFormat("fp8", (128, 128), "ue8m0" if scale_fmt == "ue8m0" else "")
 
 
 def _refuse_variants(config: JsonFields) -> None:

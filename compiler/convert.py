@@ -10,12 +10,16 @@ import torch
 
 from dsc.compiler import quantize as quantizers
 from dsc.compiler.emission_plan import Job
-from dsc.compiler.evaluate import Read, Rows, evaluate, row_blocks
+from dsc.compiler.evaluate import evaluate, row_blocks
 from dsc.compiler.float8 import has_nan
-from dsc.compiler.ir.weight import Dequantize, Expression, Quantize
-from dsc.compiler.pieces import INTEGERS, piece
+from dsc.compiler.ir.simplify import verdict
+from dsc.compiler.ir.weight import Dequantize, DequantizePacked, Expression, Quantize, Source
+from dsc.compiler.keep_codes import GRID, can_keep, keep
+from dsc.compiler.packing import LAYOUTS
+from dsc.compiler.pieces import HELD_BYTES, INTEGERS, piece
 from dsc.compiler.quantize import Errors, NotFiniteError, add_errors, quantize
 from dsc.compiler.round_integers import Matrix, takes_codes
+from dsc.compiler.unpack import AmbiguousZeroError, Read, Rows, read_packed
 from dsc.plugins.stored import FP8_BLOCK
 from dsc.runtime.errors import DscError
 
@@ -33,8 +37,9 @@ def convert(job: Job, read: Read, write: Write, advance: Callable[[int], None]) 
     """Evaluate a job and write its bytes; what rounding cost.
 
     advance  is told of source bytes that are done with, in all `job.source_bytes`
-    raises   DscError naming a weight that holds NaN or infinity
+    raises   DscError naming a weight that holds NaN or infinity, or a zero that implementations read differently
     """
+    read = _holding(job, read)
     try:
         if isinstance(job.segment, Quantize):
             return _round(job, job.segment, read, write, advance)
@@ -46,16 +51,19 @@ def convert(job: Job, read: Read, write: Write, advance: Callable[[int], None]) 
                 write(target.tensor, target.offset + rows[0] * row_bytes, values)
                 advance(_share(job.source_bytes, rows, target.expression.shape[0]))
         return Errors()
-    except NotFiniteError as error:
+    except (NotFiniteError, AmbiguousZeroError) as error:
         sources = ", ".join(dict.fromkeys(source.name for source in job.segment.sources()))
-        raise DscError(f"holds {error}", where=f"weight {job.weight}", details=[("from", sources)]) from error
+        try_ = "the same model in checkpoint_format gptq_v2" if isinstance(error, AmbiguousZeroError) else ""
+        raise DscError(
+            f"holds {error}", where=f"weight {job.weight}", details=[("from", sources)], try_=try_
+        ) from error
 
 
 def pieces(segment: Expression) -> Iterator[Rows]:
     """Rows of a segment (of the operand, where it is to be rounded) that are worked on together."""
     if not any(segment.sources()):
         return iter([(0, segment.shape[0])])  # a table, computed as a whole
-    cut = piece(_kind(segment))
+    cut = piece(_kind(segment), bool(_turned(segment)))
     return row_blocks(_worked_on(segment).shape, cut.elements, cut.alike)
 
 
@@ -63,7 +71,33 @@ def memory_of(job: Job) -> int:
     """Bytes of memory that converting a job takes at most."""
     segment = job.segment
     elements = max(last - first for first, last in pieces(segment)) * math.prod(_worked_on(segment).shape[1:])
-    return elements * piece(_kind(segment)).element_bytes
+    turned = _turned(segment)
+    held = max((min(words.nbytes, HELD_BYTES) for words in turned), default=0)
+    return elements * piece(_kind(segment), bool(turned)).element_bytes + held
+
+
+def _turned(expression: Expression) -> list[Source]:
+    """Words of packed matrices that are stored with their columns first: all of them are read for any rows."""
+    if isinstance(expression, DequantizePacked):
+        words = expression.x
+        return [words] if LAYOUTS[expression.packing.method].turned and isinstance(words, Source) else []
+    return [words for item in expression.inputs for words in _turned(item)]
+
+
+def _holding(job: Job, read: Read) -> Read:
+    """A reader that reads such words once for all pieces, where they are few enough to be held: those of an expert."""
+    names = {words.name for words in _turned(job.segment) if words.nbytes <= HELD_BYTES}
+    held: dict[str, torch.Tensor] = {}
+
+    def read_held(name: str, rows: slice | None) -> torch.Tensor:
+        if name not in names:
+            return read(name, rows)
+        if name not in held:
+            held.clear()  # one matrix after the other
+            held[name] = read(name, None)
+        return held[name] if rows is None else held[name][rows]
+
+    return read_held if names else read
 
 
 def _kind(segment: Expression) -> str | None:
@@ -77,10 +111,14 @@ def _worked_on(segment: Expression) -> Expression:
 def _round(job: Job, segment: Quantize, read: Read, write: Write, advance: Callable[[int], None]) -> Errors:
     format_, shape = segment.parsed, segment.x.shape
     assert len(shape) == 2, (job.weight, shape)
-    grid = choose_grid(segment, read) if format_.kind == "wint4" else ""
+    keeps = can_keep(segment, read)
+    grid = choose_grid(segment, read) if format_.kind == "wint4" and not keeps else ""
     found = []
     for rows in pieces(segment):
-        made = quantize(_operand(segment, read, rows), format_, grid)
+        if keeps and isinstance(segment.x, DequantizePacked):
+            made = keep(read_packed(segment.x, read, rows), format_.group)
+        else:
+            made = quantize(_operand(segment, read, rows), format_, grid)
         for part, target in job.targets.items():
             first = rows[0] // FP8_BLOCK if (format_.kind, part) == ("fp8", "scales") else rows[0]
             row_bytes = target.expression.nbytes // target.expression.shape[0]
@@ -89,6 +127,11 @@ def _round(job: Job, segment: Quantize, read: Read, write: Write, advance: Calla
         found.append(made.errors)
     total = add_errors(found)
     return replace(total, grids=dict.fromkeys(total.grids, 1))
+
+
+def outcome(segment: Expression, errors: Errors) -> str:
+    """The verdict on a segment that was converted: codes that were kept with their scales are passed."""
+    return "passed" if GRID in errors.grids and not errors.square else verdict(segment)
 
 
 def choose_grid(segment: Quantize, read: Read) -> str:

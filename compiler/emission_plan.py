@@ -13,7 +13,7 @@ from typing import Any
 
 from dsc.compiler.ir.simplify import segments, simplify
 from dsc.compiler.ir.splits import EXPERT_MAP
-from dsc.compiler.ir.weight import Dequantize, Expression, Placement, Quantize, Source, WeightValues
+from dsc.compiler.ir.weight import Dequantize, DequantizePacked, Expression, Placement, Quantize, Source, WeightValues
 from dsc.compiler.safetensors_layout import FileLayout, lay_out
 
 FILE_BYTES_MAX = 4 << 30
@@ -139,10 +139,10 @@ def _first(expression: Expression, position: Position) -> tuple[Any, ...]:
 
 
 def _bulk(expression: Expression) -> Iterator[Source]:
-    """Sources but for the scales beside codes, which are small and may lie in any other shard."""
+    """Sources but for the scales and zeros beside codes, which are small and may lie in any other shard."""
     if isinstance(expression, Source):
         yield expression
-    for item in expression.inputs[:1] if isinstance(expression, Dequantize) else expression.inputs:
+    for item in expression.inputs[:1] if isinstance(expression, Dequantize | DequantizePacked) else expression.inputs:
         yield from _bulk(item)
 
 

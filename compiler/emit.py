@@ -11,17 +11,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsc.compiler.convert import convert, memory_of
+from dsc.compiler.convert import convert, memory_of, outcome
 from dsc.compiler.emission_plan import EmissionPlan
-from dsc.compiler.evaluate import Read
 from dsc.compiler.ir.graph import Graph, is_weight
-from dsc.compiler.ir.simplify import verdict
 from dsc.compiler.ir.weight import Placement, WeightValues
 from dsc.compiler.journal import Journal
 from dsc.compiler.pieces import THREAD_BYTES, threads_wanted
 from dsc.compiler.quantize import Errors
 from dsc.compiler.ram import memory_to_keep_to, threads_within
 from dsc.compiler.safetensors_writer import SafetensorsWriter
+from dsc.compiler.unpack import Read
 from dsc.compiler.weight_record import Outcome, WeightRecord, make_record
 from dsc.compiler.workers import work_through
 
@@ -175,7 +174,7 @@ def _records(plan: EmissionPlan, errors: Mapping[int, Errors]) -> tuple[WeightRe
     outcomes: dict[str, list[Outcome]] = {}
     for number, job in enumerate(plan.jobs):
         if "data" in job.targets:
-            outcomes.setdefault(job.weight, []).append(Outcome(verdict(job.segment), errors[number]))
+            outcomes.setdefault(job.weight, []).append(Outcome(outcome(job.segment, errors[number]), errors[number]))
     return tuple(
         make_record(base, [plan.weights[name] for name in names], outcomes[base]) for base, names in plan.groups.items()
     )

@@ -6,17 +6,26 @@ Elementwise operations and copies only, so a piece's bytes do not depend on thre
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from dsc.compiler import tables
 from dsc.compiler.float8 import e4m3_to_float32
-from dsc.compiler.ir.weight import Cast, Concat, Dequantize, Expression, Generated, Quantize, Reshape, Source, Stack
+from dsc.compiler.ir.weight import (
+    Cast,
+    Concat,
+    Dequantize,
+    DequantizePacked,
+    Expression,
+    Generated,
+    Quantize,
+    Reshape,
+    Source,
+    Stack,
+)
 from dsc.compiler.quantize import quantize
-
-Rows = tuple[int, int]  # first and one past the last along the leading axis
-Read = Callable[[str, slice | None], torch.Tensor]  # a source tensor, or some of its rows; nobody writes into it
+from dsc.compiler.unpack import Read, Rows, read_packed
 
 PIECE_ELEMENTS = 1 << 24  # one expert of R1 is 14.7 M, and stays whole
 BLOCK_ROWS = 128
@@ -33,7 +42,7 @@ def evaluate(expression: Expression, read: Read, rows: Rows | None = None) -> to
     """The values of an expression, or of some rows of its leading axis, in its dtype.
 
     read   gives source tensors; it is asked for no more rows than are needed
-    raises NotFiniteError from a Quantize
+    raises NotFiniteError from a Quantize, AmbiguousZeroError from packed codes
     """
     whole = rows is None or rows == (0, expression.shape[0])
     match expression:
@@ -47,6 +56,8 @@ def evaluate(expression: Expression, read: Read, rows: Rows | None = None) -> to
             return _reshape(expression, read, rows)
         case Dequantize():
             return _dequantize(expression, read, (0, expression.shape[0]) if rows is None else rows)
+        case DequantizePacked():
+            return read_packed(expression, read, (0, expression.shape[0]) if rows is None else rows).dequantize()
         case Concat():
             return torch.cat([evaluate(part, read, inner) for part, inner in _overlaps(expression, rows)])
         case Stack():

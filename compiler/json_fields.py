@@ -38,6 +38,10 @@ class JsonFields:
         if found is not None and value is not None and (type(found) is bool or found != value):
             self.fault(f"{self.name(key)} {show(found)} contradicts {meaning} {show(value)}")
 
+    def keys(self) -> list[str]:
+        """The keys that are there, null or not."""
+        return list(self._data)
+
     def has_key(self, key: str) -> bool:
         """Whether the key is there, null or not."""
         return key in self._data

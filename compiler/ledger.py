@@ -9,9 +9,11 @@ from typing import Any, Literal
 import torch
 
 from dsc.compiler.checkpoint import DROPPED_COPY, DROPPED_TIED, MTP_OFF, Checkpoint, nearest_tensor
-from dsc.compiler.ir.weight import Cast, Dequantize, Expression, Quantize, Source
+from dsc.compiler.ir.simplify import passes_codes
+from dsc.compiler.ir.weight import Cast, Dequantize, DequantizePacked, Expression, Quantize, Source
 from dsc.compiler.random_checkpoint import RandomCheckpoint
 from dsc.compiler.shards import tensor_lines
+from dsc.compiler.tensor_names import Expected
 from dsc.runtime.errors import DscError, raise_all
 
 State = Literal["consumed", "derived", "dropped"]
@@ -60,7 +62,8 @@ def make_ledger(checkpoint: Checkpoint | RandomCheckpoint, weights: Mapping[str,
     """The ledger of an engine whose weights are these expressions, over all graphs (before or after quantizing).
 
     raises  DscError for a tensor that no graph reads and no rule drops, for a read of a tensor that is not stored, and
-            for a copy whose bytes differ from the original's (copies are read to compare them, in pieces)
+            for a copy whose bytes differ from the original's (copies are read to compare them, in pieces), and for a
+            tensor that a rule drops and that does not hold what the rule says
     """
     kept: dict[str, bool] = {}
     for expression in weights.values():
@@ -69,11 +72,13 @@ def make_ledger(checkpoint: Checkpoint | RandomCheckpoint, weights: Mapping[str,
     stored = checkpoint.names()
     dropped = {
         **checkpoint.dropped,
+        **{name: expected.rule for name, expected in checkpoint.ruled()},
         **{copy: DROPPED_TIED if copy == HEAD else DROPPED_COPY for copy, _ in checkpoint.copies()},
     }
     faults = [_unread([n for n in stored if n not in kept and n not in dropped], checkpoint)]
     faults += [_unstored(sorted(kept.keys() - set(stored)), checkpoint)]
     faults += [_difference(checkpoint, copy, original) for copy, original in checkpoint.copies()]
+    faults += [_other_content(checkpoint, name, expected) for name, expected in checkpoint.ruled()]
     raise_all("the tensor ledger does not balance", [fault for fault in faults if fault])
     return Ledger(tuple(_entry(checkpoint, name, kept, dropped) for name in stored))
 
@@ -90,7 +95,8 @@ def _entry(
 def _leaves(expression: Expression, until: str) -> Iterator[tuple[Source, bool]]:
     """Each source with whether its values come through whole.
 
-    until  what must yet be found below for that: "bf16" a bfloat16 source, "fp8" codes with scales, "-" nothing helps
+    until  what must yet be found below for that: "bf16" a bfloat16 source, "fp8" or "wint4:G" codes with scales, "-" nothing
+           helps
     """
     if isinstance(expression, Source):
         yield expression, until == "" or (until == "bf16" and expression.dtype == "bfloat16")
@@ -98,10 +104,16 @@ def _leaves(expression: Expression, until: str) -> Iterator[tuple[Source, bool]]
     if isinstance(expression, Quantize):
         kind = expression.parsed.kind
         until = {"fp32": until, "bf16": until or "bf16", "fp8": "-" if until else "fp8"}.get(kind, "-")
+        if kind == "wint4":
+            until = expression.format
+    elif isinstance(expression, Cast) and until.startswith("wint4"):
+        until = "-"
     elif isinstance(expression, Cast) and expression.dtype == "bfloat16":
         until = until or "bf16"
     elif isinstance(expression, Dequantize):
         until = "" if until == "fp8" and expression.block == (128, 128) else "-"
+    elif isinstance(expression, DequantizePacked):
+        until = "" if until.startswith("wint4") and passes_codes(expression, until) else "-"
     for part in expression.inputs:
         yield from _leaves(part, until)
 
@@ -120,6 +132,25 @@ def _unstored(names: list[str], checkpoint: Checkpoint | RandomCheckpoint) -> Ds
         return None
     what = f"{len(names)} tensors are read and not stored"
     return DscError(what, where=str(checkpoint.folder), details=tensor_lines(names))
+
+
+def _other_content(checkpoint: Checkpoint | RandomCheckpoint, name: str, expected: Expected) -> DscError | None:
+    """A fault where a tensor that no graph reads contradicts the rule that says so."""
+    kind, *numbers = expected.content
+    found = checkpoint.read(name).to(torch.int64)
+    if kind == "groups":
+        (group,) = (int(number) for number in numbers)
+        wanted = torch.arange(len(found)) // group
+        if torch.equal(found, wanted):
+            return None
+        column = int((found != wanted).nonzero()[0])
+        what, told = "columns are not in the order of their groups", f"column {column} in group {column // group}"
+        got, try_ = f"group {int(found[column])}", "desc_act: false when quantizing"
+    else:
+        if found.tolist() == numbers:
+            return None
+        what, told, got, try_ = "does not fit config.json", str(numbers), str(found.tolist()), ""
+    return DscError(f"{name}: {what}", where=str(checkpoint.folder), wanted=told, got=got, try_=try_)
 
 
 def _difference(checkpoint: Checkpoint | RandomCheckpoint, copy: str, original: str) -> DscError | None:

@@ -62,8 +62,12 @@ def plugin_manual(name: str) -> str:
     lines += ["inputs", *(_operand(t) for t in op.inputs), "outputs", *(_operand(t) for t in op.outputs)]
     if op.attributes or op.optional:
         lines += ["attributes", *(f"  {name}: {type_.__name__}" for name, type_ in op.attribute_types().items())]
-        lines += [f"  {name}: {' or '.join(values)}, optional" for name, values in op.optional.items()]
+        lines += [f"  {name}: {_values(wanted)}, optional" for name, wanted in op.optional.items()]
     return "\n".join([*lines, "", op.doc]).rstrip()
+
+
+def _values(wanted: tuple[str, ...] | type) -> str:
+    return wanted.__name__ if isinstance(wanted, type) else " or ".join(wanted)
 
 
 def _operand(tensor: Tensor) -> str:

@@ -17,6 +17,7 @@ INTEGERS = ("wint4", "wint8")
 FP8_ROWS = 128  # that share scales
 # Of memory for one element of a piece, at most: the values, what quantizers make of them, and the stored bytes.
 PIECE_BYTES, INTEGER_PIECE_BYTES = 40, 24
+HELD_BYTES = 1 << 24  # words of a packed matrix with its columns first that are held for all its pieces, at most
 THREAD_BYTES = 8 << 20  # of a thread, beside a piece and what is made of it
 SLACK_BYTES = 64 << 20  # what comes and goes beside the pieces
 THREADS_MAX = 8  # more wait for Python's lock
@@ -30,8 +31,13 @@ class Piece(NamedTuple):
     element_bytes: int
 
 
-def piece(kind: str | None) -> Piece:
-    """How a matrix is cut that becomes a kind of format; None: it is stored as it is."""
+def piece(kind: str | None, turned: bool = False) -> Piece:
+    """How a matrix is cut that becomes a kind of format; None: it is stored as it is.
+
+    turned  its source is stored with its columns first, and all of it is read for a piece: fewer, larger ones
+    """
+    if turned and kind not in INTEGERS:
+        return Piece(INTEGER_ELEMENTS, FP8_ROWS if kind == "fp8" else 1, PIECE_BYTES)
     if kind is None:
         return Piece(COPIED_ELEMENTS, 1, PIECE_BYTES)
     if kind in INTEGERS:

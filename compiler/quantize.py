@@ -44,7 +44,7 @@ class Errors:
     worst_row     largest relative error of a row; a row of zeros has none
     saturated     codes cut to the largest or smallest one: they lie half a step from their value, or more
     zero_groups   groups of zeros (or of values below the smallest normal float32): scale 1, codes 0
-    grids         wint4: how many matrices took which codes, "-7..7" or "-8..7"
+    grids         wint4: how many matrices took which codes, "-7..7", "-8..7" or those "of the source"
     """
 
     square: float = 0.0
@@ -154,10 +154,10 @@ def _finite(rounded: Rounded) -> Rounded:
     return rounded
 
 
-def _errors(
+def row_errors(
     squares: torch.Tensor, norms: torch.Tensor, saturated: int = 0, zero_groups: int = 0, grid: str = ""
 ) -> Errors:
-    """Of a matrix, from each row's squares of its errors and of its values, in float64."""
+    """Errors of a matrix, from each row's squares of its errors and of its values, in float64."""
     return Errors(
         square=math.fsum(squares.tolist()),
         norm=math.fsum(norms.tolist()),
@@ -169,7 +169,7 @@ def _errors(
 
 
 def _errors_of(made: Rounded, grid: str = "") -> Errors:
-    return _errors(made.squares, made.norms, made.saturated, made.zero_groups, grid)
+    return row_errors(made.squares, made.norms, made.saturated, made.zero_groups, grid)
 
 
 def _quantize_floats(x_NK: torch.Tensor, format_: Format) -> Quantized:
@@ -184,7 +184,7 @@ def _quantize_floats(x_NK: torch.Tensor, format_: Format) -> Quantized:
         parts["data"][start : start + step] = run.data
         squares_N[start : start + step] = run.squares
         norms_N[start : start + step] = run.norms
-    return Quantized(parts, _errors(squares_N, norms_N))
+    return Quantized(parts, row_errors(squares_N, norms_N))
 
 
 def sums(x: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from dsc.compiler.random_numbers import data_table, draw, float_table, scale_tab
 from dsc.compiler.safetensors_file import TensorInfo
 from dsc.compiler.tensor_names import SCALE_SUFFIX, Expected, expected_tensors
 from dsc.plugins.formats import Format
-from dsc.runtime.spec import ModelSpec
+from dsc.runtime.spec import ModelSpec, SourceFormat
 
 DEVIATION = 0.02
 EMBEDDING_DEVIATION = 1.0
@@ -39,9 +39,14 @@ class _Made:
 
 
 class RandomCheckpoint:
-    """See `dsc.compiler.checkpoint.Checkpoint`. `folder` is where config.json lies, for the tokenizer beside it."""
+    """See `dsc.compiler.checkpoint.Checkpoint`. `folder` is where config.json lies, for the tokenizer beside it.
+
+    What a model stores packed is drawn as bfloat16: of random weights none is quantized, so none need be dequantized.
+    """
 
     def __init__(self, folder: Path, spec: ModelSpec, seed: int = 0) -> None:
+        if spec.source.packing is not None:
+            spec = replace(spec, source=SourceFormat("bf16"))
         self.folder, self.spec = folder, spec
         self.expected = expected_tensors(spec)
         self.dropped: dict[str, str] = {}
@@ -96,6 +101,10 @@ class RandomCheckpoint:
         return {}
 
     def copies(self) -> Iterator[tuple[str, str]]:
+        """None."""
+        return iter(())
+
+    def ruled(self) -> Iterator[tuple[str, Expected]]:
         """None."""
         return iter(())
 

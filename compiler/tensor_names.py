@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import cached_property
 from typing import NamedTuple
 
+from dsc.compiler.packing import declared, is_packed, parts_of
 from dsc.runtime.spec import ModelSpec
 
 FLOATS = ("bfloat16", "float32")
+PACKED_FLOATS = (*FLOATS, "float16")  # beside packed weights, which most tools leave in float16
 SCALE_SUFFIX = "_scale_inv"  # despite the name, codes are multiplied by it
 
 
@@ -17,26 +20,63 @@ class Expected(NamedTuple):
     """One tensor: the dtypes it may be stored in and its shape.
 
     copy_of  another tensor that must have the same bytes; such a copy may be left out of the checkpoint
+    rule     why no graph reads it, and it may be left out too; `content` says what it must hold (dsc.compiler.packing.Stored)
     """
 
     dtypes: tuple[str, ...]
     shape: tuple[int, ...]
     copy_of: str = ""
+    rule: str = ""
+    content: tuple[str | int, ...] = ()
+
+    @property
+    def optional(self) -> bool:
+        """Whether it may be left out of the checkpoint."""
+        return bool(self.copy_of or self.rule)
 
 
 class TensorNames:
-    """Collects the expected tensors of one model in the order of its layers."""
+    """Collects the expected tensors of one model in the order of its layers.
 
-    def __init__(self, spec: ModelSpec) -> None:
-        self.spec = spec
+    stored   names that are there: of a source whose weights are packed, they tell which ones are; None where only
+             config.json does
+    modules  linear modules of such a source, by name: whether they are packed
+    """
+
+    def __init__(self, spec: ModelSpec, stored: Collection[str] | None = None) -> None:
+        self.spec, self.stored = spec, stored
         self.found: dict[str, Expected] = {}
+        self.modules: dict[str, bool] = {}
 
     def floats(self, name: str, *shape: int, copy_of: str = "") -> None:
         """A tensor that no format quantizes."""
-        self.found[f"{name}.weight"] = Expected(FLOATS, shape, copy_of)
+        self.found[f"{name}.weight"] = Expected(self._floats, shape, copy_of)
+
+    @property
+    def _floats(self) -> tuple[str, ...]:
+        return FLOATS if self.spec.source.packing is None else PACKED_FLOATS
+
+    @cached_property
+    def declared(self) -> Callable[[str], bool]:
+        """Whether config.json says that a module is packed."""
+        return declared(self.spec.source.packed, self.spec.source.unpacked)
+
+    def packs(self, name: str) -> bool:
+        """Whether a linear module is packed: by what is stored of it, by config.json where nothing is."""
+        packing = self.spec.source.packing
+        if packing is None:
+            return False
+        there = None if self.stored is None else is_packed(name, packing, self.stored.__contains__)
+        return self.declared(name) if there is None else there
 
     def linear(self, name: str, rows: int, cols: int) -> None:
-        """A linear weight: floats, or FP8 codes with the scales of their blocks (the last ones may be partial)."""
+        """A linear weight: floats; packed codes; or FP8 codes with the scales of their blocks (the last may be partial)."""
+        if self.spec.source.packing is not None:
+            self.modules[name] = self.packs(name)
+            if self.modules[name]:
+                for end, part in parts_of(self.spec.source.packing, rows, cols).items():
+                    self.found[f"{name}.{end}"] = Expected(part.dtypes, part.shape, "", part.rule, part.content)
+                return
         if self.spec.source.kind != "fp8":
             self.floats(name, rows, cols)
             return
@@ -77,7 +117,7 @@ class TensorNames:
             return
         self.floats(f"{name}.mlp.gate", spec.num_experts, spec.hidden_size)
         if spec.router_bias:
-            self.found[f"{name}.mlp.gate.e_score_correction_bias"] = Expected(FLOATS, (spec.num_experts,))
+            self.found[f"{name}.mlp.gate.e_score_correction_bias"] = Expected(self._floats, (spec.num_experts,))
         for expert in range(spec.num_experts):
             self.mlp(f"{name}.mlp.experts.{expert}", spec.moe_intermediate_size)
         if spec.num_shared_experts:
@@ -96,9 +136,14 @@ class TensorNames:
         self.floats(f"{name}.shared_head.head", *vocabulary, copy_of=head)
 
 
-def expected_tensors(spec: ModelSpec) -> dict[str, Expected]:
-    """Every tensor of the checkpoint by name, MTP layers included as `spec.num_mtp_layers` says."""
-    names = TensorNames(spec)
+def expected_tensors(spec: ModelSpec, stored: Collection[str] | None = None) -> dict[str, Expected]:
+    """Every tensor of the checkpoint by name, MTP layers included as `spec.num_mtp_layers` says; `stored` as in TensorNames."""
+    return all_names(spec, stored).found
+
+
+def all_names(spec: ModelSpec, stored: Collection[str] | None = None) -> TensorNames:
+    """What `expected_tensors` gives, and the linear modules with it."""
+    names = TensorNames(spec, stored)
     embeddings, head = "model.embed_tokens", "lm_head"
     names.floats(embeddings, spec.vocab_size, spec.hidden_size)
     for layer in range(spec.num_layers):
@@ -108,12 +153,12 @@ def expected_tensors(spec: ModelSpec) -> dict[str, Expected]:
     names.floats(head, spec.vocab_size, spec.hidden_size, copy_of=copied)
     for layer in range(spec.num_layers, spec.num_layers + spec.num_mtp_layers):
         names.mtp_layer(layer, _head(spec))
-    return names.found
+    return names
 
 
-def mtp_tensors(spec: ModelSpec) -> dict[str, Expected]:
+def mtp_tensors(spec: ModelSpec, stored: Collection[str] | None = None) -> dict[str, Expected]:
     """The tensors of the MTP layer that the spec has or could have."""
-    names = TensorNames(spec)
+    names = TensorNames(spec, stored)
     names.mtp_layer(spec.num_layers, _head(spec))
     return names.found
 

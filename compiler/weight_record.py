@@ -13,7 +13,7 @@ from dsc.compiler.tensor_names import fold_names
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one segment of a weight: `dsc.compiler.ir.simplify.verdict`, and what rounding cost it."""
+    """What became of one segment of a weight: `dsc.compiler.convert.outcome`, and what rounding cost it."""
 
     verdict: str
     errors: Errors
@@ -24,7 +24,7 @@ class WeightRecord:
     """What became of one weight, for the report. Errors are rounded to three significant digits.
 
     name       as in the checkpoint; format a storage format, or a dtype where the recipe has no say
-    verdict    see `dsc.compiler.ir.simplify.verdict`; with counts where a weight's matrices differ
+    verdict    see `dsc.compiler.convert.outcome`; with counts where a weight's matrices differ
     sources    tensors of the checkpoint it is made of, numbers folded: experts.{0-255}; () for a table
     grids      wint4: matrices by their codes
     """

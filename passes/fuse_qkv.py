@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dsc.compiler.ir.graph import (
     Graph,
@@ -21,7 +21,7 @@ from dsc.compiler.ir.match import Match, Mismatch, attribute, describe, match
 from dsc.compiler.ir.pattern import ANY, Any, C, P, W
 from dsc.compiler.ir.readers import readers
 from dsc.compiler.ir.rewrite import Pass, Report
-from dsc.compiler.ir.weight import ONNX_DTYPES, Cast, Concat, Dequantize, Expression
+from dsc.compiler.ir.weight import ONNX_DTYPES, Cast, Concat, Dequantize, DequantizePacked, Expression
 from dsc.runtime.spec import ModelSpec
 
 
@@ -180,6 +180,7 @@ def _rewrite(graph: Graph, front: Front, site: Match, report: Report) -> None:
     graph.add_output(node.outputs[3])
     report.change(node, f"two weights: {apart}" if apart else "")
     if apart:
+        graph.info = replace(info, apart=info.apart + 1)
         report.notice(node, f"q and kv_a stay two weights: {apart}")
 
 
@@ -200,4 +201,7 @@ def _kept_apart(q: Expression, kv: Expression) -> str:
 def _scheme(expression: Expression) -> str:
     if isinstance(expression, Dequantize):
         return f"{expression.x.dtype} in blocks of {expression.block[0]} x {expression.block[1]}"
+    if isinstance(expression, DequantizePacked):
+        packing = expression.packing
+        return f"{packing.bits}-bit codes in {f'groups of {packing.group}' if packing.group else 'rows'}"
     return expression.x.dtype if isinstance(expression, Cast) else expression.dtype

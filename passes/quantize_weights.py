@@ -89,7 +89,7 @@ class QuantizeWeights(Pass):
             return 0
         moe = 3 + (3 if info.spec.num_shared_experts else 0)
         outside = 3 if info.model == "mtp" else 2  # embeddings, lm_head; and eh_proj
-        layers = info.num_layers * _of_attention(info)
+        layers = info.num_layers * _of_attention(info) + _apart(info)
         return outside + layers + 3 * info.num_dense_layers + moe * info.num_moe_layers
 
     def run(self, graph: Graph) -> Report:
@@ -174,10 +174,18 @@ def _plain(node: Node) -> Format:
 
 
 def _of_attention(info: GraphInfo) -> int:
-    """Weight operands of one attention: q (or q_a, q_b), kv_a, kv_b, o_proj; fuse_qkv joins q (or q_a) and kv_a."""
-    spec = info.spec
-    apart = "fuse_qkv" not in info.done or _kept_apart(spec)
-    return 3 + (0 if spec.q_lora_rank is None else 1) + (1 if apart else 0)
+    """Weight operands of one attention: q (or q_a, q_b) with kv_a, kv_b, o_proj."""
+    return 3 + (0 if info.spec.q_lora_rank is None else 1)
+
+
+def _apart(info: GraphInfo) -> int:
+    """Layers in which q (or q_a) and kv_a are two weights: fuse_qkv joins them but where their schemes differ.
+
+    The spec tells of FP8; which of packed weights are packed, only the checkpoint's tensors do.
+    """
+    if "fuse_qkv" not in info.done or _kept_apart(info.spec):
+        return info.num_layers
+    return info.apart if info.spec.source.packing is not None else 0
 
 
 def _kept_apart(spec: ModelSpec) -> bool:

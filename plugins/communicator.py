@@ -16,8 +16,11 @@ import torch
 class Communicator(Protocol):
     """One rank of several. All of them make the same calls in the same order, with tensors of one shape."""
 
-    rank: int
-    ranks: int
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
 
     def all_gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """Every rank's tensor, in the order of the ranks."""

@@ -94,14 +94,14 @@ class Op:
     """A plugin op: operands in order, attributes with their Python types (`int`, `float`, `str`), cost.
 
     Nodes have all of `attributes`, to which formats of weights are added by themselves, and may have those of `optional`, each
-    with one of its values. Outputs that only nodes with an optional attribute make come last.
+    with one of its values or of its type. Outputs that only nodes with an optional attribute make come last.
     """
 
     name: str
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     attributes: Mapping[str, type] = field(default_factory=dict)
-    optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    optional: Mapping[str, tuple[str, ...] | type] = field(default_factory=dict)
     cost: Callable[[Any], Cost] = lambda d: Cost(0, 0)
     doc: str = ""
 
@@ -172,9 +172,13 @@ class Op:
             if name not in types and name not in self.optional:
                 known = ", ".join([*types, *self.optional])
                 raise SchemaError(f"dsc.{self.name}: unknown attribute {name}, known: {known}")
-            if name in self.optional and value not in self.optional[name]:
-                wanted = " or ".join(self.optional[name])
-                raise SchemaError(f"dsc.{self.name}: attribute {name} is {value!r}, wanted {wanted}")
+            wanted = self.optional.get(name, ())
+            if isinstance(wanted, type):
+                fits, text = isinstance(value, wanted), wanted.__name__
+            else:
+                fits, text = not wanted or value in wanted, " or ".join(wanted)
+            if not fits:
+                raise SchemaError(f"dsc.{self.name}: attribute {name} is {value!r}, wanted {text}")
 
     def _bind(self, tensor: Tensor, given: Type, bound: dict[str, Dim], dtypes: dict[str, str]) -> None:
         wanted = (dtypes[tensor.like],) if tensor.like in dtypes else tensor.dtypes

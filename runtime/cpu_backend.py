@@ -39,6 +39,7 @@ class CpuBackend:
             raise DscError("an engine for cpu takes no GPU memory", where=str(folder.path), got="a limit for it")
         self.device = torch.device("cpu")
         self._folder, self._place = folder, place
+        self._local_ranks = 1 if group is None else group.local_ranks
         self._weights = Weights(folder, place)
 
     def program(self, name: str) -> Executor:
@@ -50,8 +51,8 @@ class CpuBackend:
         return kind(program, self._folder, shared=self._weights)
 
     def cache_bytes(self) -> int:
-        """Half of the memory that is free."""
-        return int(free_memory_bytes() * SHARE_OF_MEMORY)
+        """Half of the memory that is free, or a rank's part of that."""
+        return int(free_memory_bytes() * SHARE_OF_MEMORY) // self._local_ranks
 
     def resident_weight_bytes(self) -> int:
         """Bytes of the rank's weights, packed for this machine or mapped as stored."""

@@ -69,18 +69,20 @@ def summary(kernels: Sequence[Data]) -> str:
 
 
 def steps_table(steps: Sequence[Data]) -> Table:
-    """A row a step: its launches, and how many each layer has."""
+    """A row a step: its launches, calls of cuBLAS and exchanges with other ranks among them, and how many each layer has."""
+    calls = {"cuBLAS": "gemm"} | ({"exchanges": "collective"} if any("collective" in s["kinds"] for s in steps) else {})
     rows = [
         (
             s["graph"],
             f"{s['tokens']:,}",
             f"{s['launches']:,}",
-            f"{s['kinds'].get('gemm', 0)}",
+            *(f"{s['kinds'].get(kind, 0)}" for kind in calls.values()),
             ", ".join(_parts(s["parts"])),
         )
         for s in steps
     ]
-    return make_table("launches a step", ("graph", "tokens", "launches", "cuBLAS", "by part"), rows, right=(1, 2, 3))
+    columns = ("graph", "tokens", "launches", *calls, "by part")
+    return make_table("launches a step", columns, rows, right=range(1, len(columns) - 1))
 
 
 def _parts(parts: dict[str, int]) -> Iterable[str]:

@@ -54,7 +54,7 @@ def describe_kernels(folder: EngineFolder, programs: Mapping[str, Program]) -> l
 def describe_steps(folder: EngineFolder, programs: Mapping[str, Program]) -> list[Data]:
     """What steps of some sizes launch: [{graph, tokens, launches, kinds: {kernel, gemm, ...}, parts: {layers.0: launches}}].
 
-    A gemm is one call of cuBLAS. Empty for an engine of the CPU.
+    A gemm is one call of cuBLAS, a collective one exchange with the other ranks. Empty for an engine of the CPU.
     """
     steps = []
     for graph, program in programs.items():

@@ -20,7 +20,19 @@ from dsc.runtime.expressions import (
     parse_guard,
 )
 from dsc.runtime.shards import Cut
-from dsc.runtime.steps import Gemm, Kernel, Pointer, Repeat, Size, Step, Variant, pointers_of, sizes_of, takes_scales
+from dsc.runtime.steps import (
+    Collective,
+    Gemm,
+    Kernel,
+    Pointer,
+    Repeat,
+    Size,
+    Step,
+    Variant,
+    pointers_of,
+    sizes_of,
+    takes_scales,
+)
 
 DTYPE_BYTES = {
     "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int64": 8, "int32": 4, "int8": 1, "uint8": 1,
@@ -274,6 +286,8 @@ class _Checker:
                 yield from self.cubin(step.cubin, f"{at}.cubin")
             if isinstance(step, Gemm) and (step.a_scales is not None or step.b_scales is not None):
                 yield from self.scaled(step, at)
+            if isinstance(step, Collective):
+                yield from self.collective(step, at)
             if isinstance(step, Repeat):
                 if step.letter in loops:
                     yield self.fault(f"{at}.letter counts a loop around it", wanted=" or ".join(LOOP_LETTERS))
@@ -301,6 +315,22 @@ class _Checker:
         if (step.batch, step.alpha, step.beta) != (1, 1.0, 0.0):
             got = f"batch {step.batch}, alpha {step.alpha:g}, beta {step.beta:g}"
             yield self.fault(f"{path} has scales and is no plain product", wanted="batch 1, alpha 1, beta 0", got=got)
+
+    def collective(self, step: Collective, path: str) -> Iterator[DscError]:
+        """Faults of what a collective moves: more than is there, where no loop counts it."""
+        if step.dtype not in DTYPE_BYTES:
+            yield self.fault(f"{path}.dtype is unknown", wanted=", ".join(DTYPE_BYTES), got=step.dtype)
+            return
+        for name, pointer in pointers_of(step):
+            operand = self.program.operands.get(pointer.operand)
+            try:
+                first = evaluate(pointer.offset, self.program.letters)
+                end = first + evaluate(step.count, self.program.letters) * DTYPE_BYTES[step.dtype]
+            except ExpressionError:
+                continue
+            if operand is not None and not 0 <= first <= end <= operand.bytes:
+                got = f"bytes {first} to {end} of {operand.bytes}"
+                yield self.fault(f"{path}.{name} leaves {pointer.operand}", wanted="a part of it", got=got)
 
     def cubin(self, name: str, path: str) -> Iterator[DscError]:
         pure = PurePosixPath(name)

@@ -27,12 +27,40 @@ class Yarn:
 
 
 @dataclass(frozen=True)
+class Packing:
+    """Linear weights as integer codes packed into int32 words: value = (code - zero) * scale.
+
+    A leaf's facts; which tensors they are stored in follows from the method (dsc.compiler.packing).
+    """
+
+    method: str  # awq, gptq, compressed-tensors
+    bits: int  # of a code: 4 or 8
+    group: int = 0  # columns that share a scale and a zero; 0: all of a row
+    zeros: bool = True  # stored; without them every zero is 2^(bits - 1)
+    zero_offset: int = 0  # what is added to a stored zero: 1 in GPTQ's first format
+
+    @property
+    def middle(self) -> int:
+        """The zero of symmetric codes."""
+        return 1 << (self.bits - 1)
+
+    def groups(self, columns: int) -> int:
+        """Groups of a row; the last may be partial."""
+        return -(-columns // (self.group or columns))
+
+
+@dataclass(frozen=True)
 class SourceFormat:
     """How the checkpoint stores its linear weights."""
 
-    kind: str  # "bf16", "fp32" or "fp8"
+    kind: str  # "bf16", "fp32", "fp8" or "packed"
     block: tuple[int, int] = (128, 128)  # fp8: rows and columns that share one scale
     scale_fmt: str = ""  # "ue8m0": activations are quantized with powers of two (V3.1)
+    packing: Packing | None = None  # packed: how those that are packed are
+    packed: tuple[
+        str, ...
+    ] = ()  # packed: modules that config.json says are, () for all (dsc.compiler.packing.declared)
+    unpacked: tuple[str, ...] = ()  # packed: modules that it says are not
 
 
 @dataclass(frozen=True)
@@ -119,7 +147,10 @@ class ModelSpec:
         if data["yarn"] is not None:
             data["yarn"] = Yarn(**data["yarn"])
         source = dict(data["source"])
-        source["block"] = tuple(source["block"])
+        for key in ("block", "packed", "unpacked"):
+            source[key] = tuple(source[key]) if key in source else getattr(SourceFormat, key)
+        if source.get("packing") is not None:
+            source["packing"] = Packing(**source["packing"])
         data["source"] = SourceFormat(**source)
         data["eos_token_ids"] = tuple(data["eos_token_ids"])
         return cls(**data)

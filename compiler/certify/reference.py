@@ -14,9 +14,10 @@ import torch
 
 from dsc.compiler.certify.runners import Bind, RunSegment, Values
 from dsc.compiler.certify.segments import HEAD_OPS
-from dsc.compiler.evaluate import Read, evaluate, row_blocks
+from dsc.compiler.evaluate import evaluate, row_blocks
 from dsc.compiler.ir.simplify import simplify
 from dsc.compiler.ir.weight import Expression, Stack, WeightValues
+from dsc.compiler.unpack import Read
 from dsc.plugins.formats import Format
 from dsc.plugins.schema import Weight, folder_of, load_op
 from dsc.runtime.executor import last_reads

@@ -8,12 +8,13 @@ from typing import Any
 import onnx_graphsurgeon as gs
 
 from dsc.compiler.ir.graph import Graph, constant, variable, weight
-from dsc.compiler.ir.weight import Cast, Dequantize, Expression, Source
+from dsc.compiler.ir.weight import Cast, Dequantize, DequantizePacked, Expression, Source
+from dsc.compiler.packing import LAYOUTS, parts_of
 from dsc.plugins.schema import Dim, Type
 from dsc.runtime.errors import DscError
-from dsc.runtime.spec import ModelSpec
+from dsc.runtime.spec import ModelSpec, Packing
 
-SourceLookup = Callable[[str], Source]  # a stored tensor's dtype and shape by its name; reads no data
+SourceLookup = Callable[[str], Source]  # a stored tensor's dtype and shape by its name, or KeyError; reads no data
 
 
 class Builder:
@@ -105,13 +106,30 @@ class Builder:
         return self._constants[name]
 
     def matrix(self, tensor: str, shape: tuple[int, ...]) -> Expression:
-        """A stored matrix as float32: fp8 codes times their scales, anything else converted."""
+        """A stored matrix as float32: fp8 or packed codes times their scales, anything else converted."""
+        packing = self.spec.source.packing
+        if packing is not None and not self._is_stored(tensor):
+            return self._packed(tensor.removesuffix(".weight"), shape, packing)
         source = self.stored(tensor, shape)
         if source.dtype != "float8_e4m3fn":
             return Cast(source, "float32")
         block = self.spec.source.block
         scales = self.stored(f"{tensor}_scale_inv", tuple(-(-n // b) for n, b in zip(shape, block, strict=True)))
         return Dequantize(source, scales, block)
+
+    def _packed(self, module: str, shape: tuple[int, ...], packing: Packing) -> DequantizePacked:
+        """A matrix of which only packed codes are stored."""
+        layout, parts = LAYOUTS[packing.method], parts_of(packing, *shape)
+        words, scales = (self.stored(f"{module}.{end}", parts[end].shape) for end in (layout.words, layout.scales))
+        zeros = self.stored(f"{module}.{layout.zeros}", parts[layout.zeros].shape) if packing.zeros else None
+        return DequantizePacked(words, scales, zeros, packing, shape)
+
+    def _is_stored(self, tensor: str) -> bool:
+        try:
+            self.source(tensor)
+        except KeyError:
+            return False
+        return True
 
     def vector(self, tensor: str, shape: tuple[int, ...]) -> Expression:
         """A stored tensor that is never quantized, as float32."""

@@ -38,6 +38,7 @@ class GraphInfo:
     bounds  largest value of each letter, for planning
     done    passes already run, in order
     formats kind of format by weight class, as the recipe chose them; {} before weights are stored in formats
+    apart   layers whose q and kv_a fuse_qkv left two weights
     mesh    ranks that the graph is for; before the pass shard a graph is that of all of them
     """
 
@@ -50,6 +51,7 @@ class GraphInfo:
     block_tokens: int = 64
     done: tuple[str, ...] = ()
     formats: Mapping[str, str] = field(default_factory=dict)
+    apart: int = 0
     mesh: Mesh = ONE_RANK
 
     @property

@@ -9,11 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dsc.compiler.ir.weight import Cast, Concat, Dequantize, Expression, Quantize, Random, Reshape, Stack, Unary
+from dsc.compiler.ir.weight import (
+    Cast,
+    Concat,
+    Dequantize,
+    DequantizePacked,
+    Expression,
+    Quantize,
+    Random,
+    Reshape,
+    Stack,
+    Unary,
+)
+from dsc.plugins.formats import parse_format
 
 _EXACT_IN = {  # dtypes that hold every value of a dtype
     "float32": ("float32",),
     "bfloat16": ("bfloat16", "float32"),
+    "float16": ("float16", "float32"),
     "float8_e4m3fn": ("float8_e4m3fn", "bfloat16", "float32"),
 }
 
@@ -54,6 +67,8 @@ def verdict(segment: Expression) -> str:
     exact        the values are the source's       passed       codes and scales are the source's, bit for bit
     rounded      to bfloat16, from float32         quantized    from unquantized values
     requantized  from another format's codes        random       made up
+
+    Of what `keeps_codes` allows, conversion finds out whether it is passed.
     """
     if isinstance(segment, Random):
         return "random"
@@ -66,8 +81,28 @@ def verdict(segment: Expression) -> str:
     return "passed" if segment.dtype == "float8_e4m3fn" else "exact"
 
 
+def keeps_codes(expression: Quantize) -> bool:
+    """Whether codes of a packed operand are codes of wint4 too, where all of its zeros are the middle: same bits, and groups
+    of wint4 that lie within the operand's.
+    """
+    return isinstance(expression.x, DequantizePacked) and _holds_codes(expression.x, expression.format)
+
+
+def passes_codes(x: DequantizePacked, format_: str) -> bool:
+    """Whether a format stores codes and scales of a packed matrix as they are, as dtypes alone tell: other ones must be read."""
+    return _holds_codes(x, format_) and x.zeros is None and x.scales.dtype == "bfloat16"
+
+
+def _holds_codes(x: DequantizePacked, format_: str) -> bool:
+    parsed = parse_format(format_)
+    group = x.packing.group or x.shape[1]
+    return parsed.kind == "wint4" and x.packing.bits == 4 and (group % parsed.group == 0 or group >= x.shape[1])
+
+
 def _dequantizes(expression: Expression) -> bool:
-    return isinstance(expression, Dequantize) or any(_dequantizes(item) for item in expression.inputs)
+    return isinstance(expression, Dequantize | DequantizePacked) or any(
+        _dequantizes(item) for item in expression.inputs
+    )
 
 
 def _cast(x: Expression, to: str) -> Expression:
@@ -96,6 +131,8 @@ def _quantize(expression: Quantize) -> Expression:
     format_ = expression.parsed
     if format_.kind in ("fp32", "bf16"):
         return _quantize_plain(x, expression)
+    if format_.kind == "wint4" and isinstance(x, Concat) and any(isinstance(p, DequantizePacked) for p in x.parts):
+        return replace(x, parts=tuple(_quantize(replace(expression, x=part)) for part in x.parts))
     if format_.kind == "fp8" and isinstance(x, Concat) and _on_block_borders(x):
         parts = tuple(_quantize(replace(expression, x=part)) for part in x.parts)
         if any(not isinstance(part, Quantize) for part in parts):

@@ -16,10 +16,12 @@ from onnx_graphsurgeon.ir.tensor import LazyValues
 
 from dsc.plugins.formats import Format, parse_format
 from dsc.runtime.shards import Cut, shard_shape
+from dsc.runtime.spec import Packing
 
 ONNX_DTYPES = {
     "float32": onnx.TensorProto.FLOAT,
     "bfloat16": onnx.TensorProto.BFLOAT16,
+    "float16": onnx.TensorProto.FLOAT16,
     "float8_e4m3fn": onnx.TensorProto.FLOAT8E4M3FN,
     "int32": onnx.TensorProto.INT32,
     "int64": onnx.TensorProto.INT64,
@@ -28,7 +30,7 @@ ONNX_DTYPES = {
     "bool": onnx.TensorProto.BOOL,
 }
 DTYPE_BYTES = {
-    "float32": 4, "bfloat16": 2, "float8_e4m3fn": 1, "int32": 4, "int64": 8, "uint8": 1, "int8": 1, "bool": 1,
+    "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "int32": 4, "int64": 8, "uint8": 1, "int8": 1, "bool": 1,
 }  # fmt: skip
 
 # Classes by which recipes choose a format. All but the last are quantizable; "exact" weights keep their dtype.
@@ -171,6 +173,30 @@ class Dequantize(Unary):
     @property
     def inputs(self) -> tuple[Expression, ...]:
         return (self.x, self.scales)
+
+
+@dataclass(frozen=True)
+class DequantizePacked(Unary):
+    """float32 (codes - zeros) * scales of a packed matrix `to` [N, K]; `x` are its words, all as stored
+    (dsc.compiler.packing). Without zeros every zero is the middle of the codes.
+    """
+
+    scales: Expression = None  # type: ignore[assignment]
+    zeros: Expression | None = None
+    packing: Packing = None  # type: ignore[assignment]
+    to: tuple[int, ...] = ()
+
+    @property
+    def dtype(self) -> str:
+        return "float32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.to
+
+    @property
+    def inputs(self) -> tuple[Expression, ...]:
+        return (self.x, self.scales) if self.zeros is None else (self.x, self.scales, self.zeros)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,11 @@ from dsc.compiler.shards import INDEX, read_index
 from dsc.runtime.errors import DscError
 from dsc.runtime.spec import ModelSpec
 
+NOT_KNOWN = (
+    "the source's bytes are those of weights packed as config.json says: which ones are, and whether an MTP layer is there, "
+    f"the tensors' names tell ({INDEX})"
+)
+
 
 @dataclass(frozen=True)
 class Source:
@@ -51,7 +56,8 @@ def read_source(model: str, recipe: Recipe) -> Source:
 
 def _of_config(spec: ModelSpec, read_from: str, recipe: Recipe) -> Source:
     size = source_bytes(spec)
-    return Source(spec if recipe.mtp.enabled else replace(spec, num_mtp_layers=0), size, read_from)
+    notes = () if spec.source.packing is None else (NOT_KNOWN,)
+    return Source(spec if recipe.mtp.enabled else replace(spec, num_mtp_layers=0), size, read_from, notes)
 
 
 def _of_folder(spec: ModelSpec, folder: Path, recipe: Recipe) -> Source:

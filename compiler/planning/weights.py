@@ -8,19 +8,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 from dsc.compiler.ir.format_choice import FormatChoice
 from dsc.compiler.ir.splits import EXPERT_MAP
 from dsc.compiler.ir.text import class_of_name
 from dsc.compiler.ir.weight import DTYPE_BYTES
+from dsc.compiler.packing import SCALES
 from dsc.compiler.recipe import Recipe
 from dsc.compiler.tensor_names import SCALE_SUFFIX, TensorNames
 from dsc.plugins.formats import Format
-from dsc.runtime.spec import ModelSpec
+from dsc.runtime.spec import ModelSpec, SourceFormat
 
 SOURCE_BYTES = {"fp8": 1, "bf16": 2, "fp32": 4}
+PACKED_BYTES = {"int32": 4, "int64": 8, SCALES[0]: 2}
 EXACT = "float32"
 
 
@@ -102,7 +104,8 @@ def layer_kinds(spec: ModelSpec) -> list[tuple[int, ...]]:
 
 def source_bytes(spec: ModelSpec) -> int:
     """Bytes of a checkpoint as released: linears as its format says, everything else in its float, the router's bias in
-    float32; the MTP layer's copies of embeddings and head are stored too.
+    float32; the MTP layer's copies of embeddings and head are stored too. Of packed weights scales have two bytes, and what
+    is packed is what config.json says.
     """
     names = TensorNames(spec)
     names.floats("model.embed_tokens", spec.vocab_size, spec.hidden_size)
@@ -113,9 +116,12 @@ def source_bytes(spec: ModelSpec) -> int:
         names.mtp_layer(layer, "lm_head.weight")
     total = _bytes_of(names)
     for layers in layer_kinds(spec):
-        one = TensorNames(spec)
-        one.decoder_layer(layers[0])
-        total += len(layers) * _bytes_of(one)
+        # Lists of modules that are not packed may name layers by their numbers.
+        alike = [layers] if spec.source.packing is None else [(layer,) for layer in layers]
+        for some in alike:
+            one = TensorNames(spec)
+            one.decoder_layer(some[0])
+            total += len(some) * _bytes_of(one)
     return total
 
 
@@ -125,6 +131,8 @@ def _bytes_of(names: TensorNames) -> int:
     for name, expected in names.found.items():
         if expected.dtypes == ("float8_e4m3fn",):
             size = SOURCE_BYTES["fp8"]
+        elif expected.dtypes[0] in PACKED_BYTES:
+            size = PACKED_BYTES[expected.dtypes[0]]
         elif name.endswith((SCALE_SUFFIX, ".e_score_correction_bias")):
             size = SOURCE_BYTES["fp32"]
         else:
@@ -135,7 +143,8 @@ def _bytes_of(names: TensorNames) -> int:
 
 def _layer_weights(spec: ModelSpec, recipe: Recipe, layer: int) -> dict[str, tuple[int, ...]]:
     """Weights of a layer as the graphs hold them: experts stacked, q (or q_a) and kv_a joined where fuse_qkv joins them."""
-    names = TensorNames(spec)
+    logical = spec if spec.source.packing is None else replace(spec, source=SourceFormat("bf16"))
+    names = TensorNames(logical)
     if layer == spec.num_layers:
         names.mtp_layer(layer, "lm_head.weight")
     else:
@@ -151,12 +160,15 @@ def _layer_weights(spec: ModelSpec, recipe: Recipe, layer: int) -> dict[str, tup
 
 
 def _join_qkv(spec: ModelSpec, found: dict[str, tuple[int, ...]], prefix: str) -> None:
-    """The rule of fuse_qkv: one weight, but where fp8 blocks of q end inside its rows."""
+    """The rule of fuse_qkv: one weight, but where fp8 blocks of q end inside its rows, or one of the two alone is packed."""
     q, kv_a = (
         f"{prefix}.{'q_proj' if spec.q_lora_rank is None else 'q_a_proj'}.weight",
         f"{prefix}.kv_a_proj_with_mqa.weight",
     )
     if spec.source.kind == "fp8" and found[q][0] % spec.source.block[0]:
+        return
+    names = TensorNames(spec)
+    if len({names.packs(tensor.removesuffix(".weight")) for tensor in (q, kv_a)}) > 1:
         return
     (q_rows, width), (kv_rows, _) = found.pop(q), found.pop(kv_a)
     found[f"{prefix}.qkv_proj.weight"] = (q_rows + kv_rows, width)

@@ -73,7 +73,7 @@ class Experts:
         if tokens * chosen >= len(self._down):
             return self._by_expert(prepared, ids_TK, weights_TK)
         experts = ids_TK.ravel().tolist()
-        # Padding is rare where tokens are few; sorting deals with it.
+        # Sorting deals with padding and with pairs of other ranks.
         few = -1 not in experts and experts
         return self._by_token(prepared, experts, weights_TK) if few else self._by_expert(prepared, ids_TK, weights_TK)
 

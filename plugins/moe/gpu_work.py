@@ -110,9 +110,14 @@ class Work:
     def _number(self, experts: Experts) -> int:
         return self.node.width("E") if experts.routed else 1
 
+    @property
+    def expert_groups(self) -> int:
+        """Of ranks, among which the layer's experts are spread."""
+        return int(self.node.attributes.get("expert_groups", 1))
+
     def tokens(self, pairs: float) -> int:
         """Tokens of a step in which an expert has `pairs` on average."""
-        return max(1, int(pairs * self.node.width("E") / self.node.width("K")))
+        return max(1, int(pairs * self.node.width("E") * self.expert_groups / self.node.width("K")))
 
     def plan(self, tile: int, late: bool = False) -> Kernel:
         """The step that makes the work list, in tiles of at most `tile` pairs.

@@ -7,9 +7,11 @@
 //
 // Defines: GATE_UP, or down; EXPERT_KIND, EXPERT_UE8M0, EXPERT_DEPTH of a warp's ring; SHARED_KIND (-1: no shared expert), SHARED_UE8M0,
 // SHARED_DEPTH, SHARED_COST; D, F, SHARED_F (0 without); TOP_K; WARPS; RING, SCALES: bytes of a warp's; PUT_ROWS of
-// activations that the items of a block can need; PDL.
+// activations that the items of a block can need; PDL; SPREAD: most pairs have no expert here, so that only those that have are
+// shared out.
 
 #include "experts.cuh"
+#include "shares.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr bool SHARED = SHARED_KIND >= 0;
@@ -27,30 +29,6 @@ __device__ __forceinline__ void wait_for_predecessor() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
-}
-
-struct Item {
-    bool shared;
-    int pair, row;  // of the routed ones; in units of items
-};
-
-struct Items {
-    int begin, end;
-};
-
-// The items of this block, where the shared expert has `first` of them and every other one `each`.
-__device__ __forceinline__ Items items_of(int first, int each) {
-    const int units = first * SHARED_COST + TOP_K * each;
-    auto item = [&](int block) {
-        const int unit = static_cast<int>(static_cast<long long>(block) * units / static_cast<int>(gridDim.x));
-        const int of_shared = first * SHARED_COST;
-        return unit < of_shared ? (unit + SHARED_COST - 1) / SHARED_COST : unit - of_shared + first;
-    };
-    return {item(blockIdx.x), item(blockIdx.x + 1)};
-}
-
-__device__ __forceinline__ Item item_at(int index, int first, int each) {
-    return index < first ? Item{true, 0, index} : Item{false, (index - first) / each, (index - first) % each};
 }
 
 // M sides of 16 rows times one token: a warp's item on its way through the ring. M is 1 where `second` is another matrix.
@@ -226,9 +204,16 @@ moe_one_gate_up(const uint16_t* x, const int* ids, const void* gate, const void*
     char* xs = reinterpret_cast<char*>(shared);
     char* beside_xs = ALIKE ? xs : xs + ROW_BYTES<D>;
     char* of_warp = beside_xs + ROW_BYTES<D> + threadIdx.x / 32 * (RING + SCALES);
-    const Items items = items_of(FIRST, EACH);
+#if SPREAD
+    wait_for_predecessor();
+    const unsigned pairs = pairs_of(ids);
+    const Items items = items_of(FIRST, EACH, __popc(pairs));
+#else
+    constexpr unsigned pairs = 0;
+    const Items items = items_of(FIRST, EACH, TOP_K);
+#endif
     auto with_item = [&](int index, auto use) {
-        const Item item = item_at(index, FIRST, EACH);
+        const Item item = item_at(index, FIRST, EACH, pairs);
         const int row = 8 * item.row;
         if (SHARED && item.shared) {
             GateUp<BESIDE_KIND, BESIDE_DEPTH, BESIDE_F> work(
@@ -243,8 +228,8 @@ moe_one_gate_up(const uint16_t* x, const int* ids, const void* gate, const void*
         use(work, xs);
     };
     const int mine = items.begin + threadIdx.x / 32;
-    const bool early = mine < FIRST;  // its weights are known before the predecessor's results
-    if (!early) wait_for_predecessor();
+    const bool early = !SPREAD && mine < FIRST;  // its weights are known before the predecessor's results
+    if (!SPREAD && !early) wait_for_predecessor();
     if (mine < items.end) with_item(mine, [](auto& work, const char*) { work.begin(); });
     if (early) wait_for_predecessor();
     put_down<EXPERT_KIND, EXPERT_UE8M0, D>(x, xs);
@@ -294,10 +279,16 @@ moe_one_down(const Hidden<EXPERT_KIND>* h, const int* ids, const float* weights,
     constexpr int EACH = D / 32, FIRST = SHARED ? EACH : 0, ROW = ROW_BYTES<(F > BESIDE_F ? F : BESIDE_F)>;
     char* hs = reinterpret_cast<char*>(shared);
     char* of_warp = hs + PUT_ROWS * ROW + threadIdx.x / 32 * (RING + SCALES);
-    const Items items = items_of(FIRST, EACH);
+#if SPREAD
+    const unsigned pairs = pairs_of(ids);
+    const Items items = items_of(FIRST, EACH, __popc(pairs));
+#else
+    constexpr unsigned pairs = 0;
+    const Items items = items_of(FIRST, EACH, TOP_K);
+#endif
     const int source = items.begin / EACH;  // of the first row put down: the shared expert, then the pairs
     auto with_item = [&](int index, auto use) {
-        const Item item = item_at(index, FIRST, EACH);
+        const Item item = item_at(index, FIRST, EACH, pairs);
         const int row = 32 * item.row;
         if (SHARED && item.shared) {
             Down<BESIDE_KIND, BESIDE_DEPTH, BESIDE_F> work(
@@ -314,11 +305,11 @@ moe_one_down(const Hidden<EXPERT_KIND>* h, const int* ids, const float* weights,
     if (mine < items.end) with_item(mine, [](auto& work) { work.begin(); });
     wait_for_predecessor();
     for (int i = 0; i < PUT_ROWS && (source + i) * EACH < items.end; ++i) {
-        const int pair = source + i - SHARED;
-        if (pair < 0) {
+        const int routed = source + i - SHARED;
+        if (routed < 0) {
             put_down<BESIDE_KIND, SHARED_UE8M0, BESIDE_F>(shared_h, hs + i * ROW);
         } else {
-            put_down<EXPERT_KIND, EXPERT_UE8M0, F>(h + pair * F, hs + i * ROW);
+            put_down<EXPERT_KIND, EXPERT_UE8M0, F>(h + nth(pairs, routed) * F, hs + i * ROW);
         }
     }
     __syncthreads();

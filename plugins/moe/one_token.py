@@ -157,6 +157,7 @@ class _Stage:
             "RING": self.ring,
             "SCALES": self._scales,
             "PUT_ROWS": self.put_rows,
+            "SPREAD": int(self.work.expert_groups > 1),
             "PDL": int(node.arch.has_pdl),
         }
         return node.cuda(

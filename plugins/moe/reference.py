@@ -20,6 +20,7 @@ def reference(
     shared_down: StoredWeight | None,
     x_codes: torch.Tensor | None = None,
     x_scales: torch.Tensor | None = None,
+    expert_groups: int = 1,
 ) -> tuple[torch.Tensor, ...]:
     """y [T, D]: the weighted experts of each row of x, then the shared expert, summed in float32, in x's dtype."""
     quantized = given_codes(x_codes, x_scales)

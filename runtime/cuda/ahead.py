@@ -104,17 +104,15 @@ class RunAhead:
         return size
 
     def _graph(self, letters: Mapping[str, int]) -> torch.cuda.CUDAGraph:
-        """The three programs with these letters. The first step's inputs must be in place: main runs once to warm up."""
+        """The three programs with these letters. The first step's inputs must be in place: main runs once to warm up, on
+        all ranks, since all make this step for the first time."""
         bucket = letters["B"]
         if bucket not in self._graphs:
             first = [*self._main.calls(letters), *self._sample.calls({"R": letters["R"]})]
             then = self._advance.calls({"B": bucket, "P": letters["P"]})
             self._call(first)
             self._stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self._stream):
-                self._call([*first, *then])
-            self._graphs[bucket] = graph
+            self._graphs[bucket] = self._main.shared.graph([*first, *then])
         return self._graphs[bucket]
 
     def _call(self, steps: list[BoundStep]) -> None:

@@ -11,12 +11,15 @@ from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.backends import Runner
 from dsc.runtime.cuda.ahead import RunAhead
 from dsc.runtime.cuda.executor import CudaExecutor, CudaShared
-from dsc.runtime.cuda.load import load_files
+from dsc.runtime.cuda.load import load_files, load_parts, parts_bytes
+from dsc.runtime.cuda.parts import Part
 from dsc.runtime.errors import DscError
+from dsc.runtime.manifest import Manifest
 from dsc.runtime.program import Program
 from dsc.runtime.ranks.group import Group
 from dsc.runtime.shards import ALONE, Place
 from dsc.runtime.steps import Gemm
+from dsc.runtime.weights import part_name
 
 SPARE_BYTES = 1 << 30  # left to the driver, CUDA graphs and cuBLAS
 SCALED_CUDA = (12, 9)  # the first whose cuBLAS multiplies e4m3 by scales of groups and blocks
@@ -35,11 +38,7 @@ class CudaBackend:
         place: Place = ALONE,
         group: Group | None = None,
     ) -> None:
-        if group is not None:
-            raise DscError(
-                "engines of several ranks do not run on GPUs", where=str(folder.path), got=f"{group.ranks} ranks"
-            )
-        self.device = find_device(folder, device)
+        self.device = find_device(folder, device if group is None else device_of(group, device, str(folder.path)))
         self._folder = folder
         torch.cuda.empty_cache()  # what an engine deleted before has left to torch is free too
         free, _ = torch.cuda.mem_get_info(self.device)
@@ -47,18 +46,40 @@ class CudaBackend:
         manifest = folder.manifest
         self._programs = {name: folder.program(name, place.rank) for name in manifest.graphs}
         check_cublas(self._programs.values(), str(folder.path))
-        files = sorted({entry.file for entry in manifest.tensors.values()})
-        self._check_memory(sum((folder.path / name).stat().st_size for name in files), least_cache_bytes)
-        self.loaded = load_files(folder.path, files, self.device)
-        weights = {
-            name: self.loaded.blocks[entry.file][entry.offset : entry.offset + entry.bytes].view(
-                getattr(torch, entry.dtype)
-            )
-            for name, entry in manifest.tensors.items()
-        }
-        arena = torch.empty(self._arena_bytes(), dtype=torch.uint8, device=self.device)
-        self._shared = CudaShared(self.device, weights, folder, arena)
         self._buckets = manifest.decode_buckets
+        if group is None:
+            weights = self._load_whole(least_cache_bytes)
+            arena = torch.empty(self._arena_bytes(), dtype=torch.uint8, device=self.device)
+            self._shared = CudaShared(self.device, weights, folder, arena)
+        else:
+            self._shared = self._join(group, place, least_cache_bytes)
+
+    def _load_whole(self, cache_bytes: int) -> dict[str, torch.Tensor]:
+        """All weights, whole files as blocks."""
+        path, tensors = self._folder.path, self._folder.manifest.tensors
+        files = sorted({entry.file for entry in tensors.values()})
+        self._check_memory(sum((path / name).stat().st_size for name in files), cache_bytes)
+        loaded = load_files(path, files, self.device)
+        self._weight_bytes = sum(entry.bytes for entry in tensors.values())
+        self._loaded = _loading(loaded.num_bytes, loaded.seconds)
+        return {
+            name: loaded.blocks[entry.file][entry.offset : entry.offset + entry.bytes].view(getattr(torch, entry.dtype))
+            for name, entry in tensors.items()
+        }
+
+    def _join(self, group: Group, place: Place, cache_bytes: int) -> CudaShared:
+        """The rank's part of the weights, and its way to the other ranks."""
+        from dsc.runtime.cuda.collectives import Collectives
+
+        torch.cuda.set_device(self.device)  # NCCL and drivers' calls take the current one
+        path = self._folder.path
+        parts = parts_of(self._programs.values(), self._folder.manifest, place)
+        self._check_memory(parts_bytes(parts.values()), cache_bytes)
+        collectives = Collectives(group, self.device, self._arena_bytes(), str(path))
+        loaded = load_parts(path, parts, self.device)
+        self._weight_bytes = loaded.num_bytes
+        self._loaded = {**_loading(loaded.num_bytes, loaded.seconds), "all_reduce": collectives.describe()}
+        return CudaShared(self.device, loaded.tensors, self._folder, collectives.arena, collectives)
 
     def _arena_bytes(self) -> int:
         return max(1, *(program.arena_bytes for program in self._programs.values()))
@@ -97,8 +118,8 @@ class CudaBackend:
         return max(0, free - self._floor - SPARE_BYTES)
 
     def resident_weight_bytes(self) -> int:
-        """Bytes of all weights on the device."""
-        return sum(entry.bytes for entry in self._folder.manifest.tensors.values())
+        """Bytes of the rank's weights, which lie on the device."""
+        return self._weight_bytes
 
     def run_ahead(self, programs: Mapping[str, Runner]) -> RunAhead | None:
         """Decode, sample and advance in one CUDA graph."""
@@ -107,12 +128,9 @@ class CudaBackend:
         return RunAhead(*(cast(CudaExecutor, programs[name]) for name in ("main.decode", "sample", "advance")))
 
     def describe(self) -> dict[str, Any]:
-        """How loading went: GB, seconds, GB a second. For `dsc generate`, `dsc bench` and logs."""
-        return {
-            "gb": round(self.loaded.num_bytes / 1e9, 3),
-            "gb_per_s": round(self.loaded.gb_per_s, 2),
-            "load_seconds": round(self.loaded.seconds, 2),
-        }
+        """How loading went: GB, seconds, GB a second; of several ranks, how they add up what each has. For `dsc generate`,
+        `dsc bench` and logs."""
+        return dict(self._loaded)
 
 
 def check_cublas(programs: Iterable[Program], where: str) -> None:
@@ -131,9 +149,41 @@ def check_cublas(programs: Iterable[Program], where: str) -> None:
         )
 
 
+def parts_of(programs: Iterable[Program], manifest: Manifest, place: Place) -> dict[str, Part]:
+    """What a rank has of every stored tensor that its programs read, by `part_name`."""
+    weights = (o for program in programs for o in program.operands.values() if o.role == "weight")
+    return {part_name(o): Part(manifest.tensors[o.tensor], o.cuts, place) for o in weights}
+
+
+def _loading(num_bytes: int, seconds: float) -> dict[str, Any]:
+    return {
+        "gb": round(num_bytes / 1e9, 3),
+        "gb_per_s": round(num_bytes / 1e9 / max(seconds, 1e-9), 2),
+        "load_seconds": round(seconds, 2),
+    }
+
+
 def fixed_bytes(program: Program) -> int:
     """Device memory that a program has for itself, outside the arena: inputs, outputs, what its kernels leave zero."""
     return sum(o.bytes for o in program.operands.values() if o.role in ("input", "output", "zeroed") and not o.alias)
+
+
+def device_of(group: Group, device: str | None, where: str) -> str:
+    """The GPU of a rank: each takes that of its number on its machine."""
+    if device not in (None, "cuda"):
+        raise DscError(
+            "every rank takes a GPU by its own number", where=where, wanted="no device, or cuda", got=str(device)
+        )
+    count = torch.cuda.device_count()
+    if group.local_rank >= count:
+        raise DscError(
+            f"rank {group.rank} of the engine has no GPU",
+            where=where,
+            wanted=f"a GPU for each of {group.ranks} ranks: cuda:{group.local_rank} for this one",
+            got=f"{count} on its machine",
+            try_=f"dsc compile --ranks {count}" if count else "a machine with GPUs",
+        )
+    return f"cuda:{group.local_rank}"
 
 
 def find_device(folder: EngineFolder, device: str | None) -> torch.device:

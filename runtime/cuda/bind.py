@@ -6,18 +6,20 @@ import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import ScalingType
 
 from dsc.runtime.cuda import driver
+from dsc.runtime.cuda.call import Call
 from dsc.runtime.errors import DscError
 from dsc.runtime.expressions import evaluate, parse_guard
-from dsc.runtime.program import Program, ProgramNode
+from dsc.runtime.program import IN_ARENA, Program, ProgramNode
 from dsc.runtime.steps import (
     SCALED_ROWS,
     Argument,
+    Collective,
     Copy,
     Fill,
     Gemm,
@@ -31,7 +33,10 @@ from dsc.runtime.steps import (
     Variant,
 )
 
-Call = Callable[[int], object]  # takes the stream; torch calls use the current one, which is the same
+if TYPE_CHECKING:  # what only ranks need takes long to import
+    from dsc.runtime.cuda.collectives import Collectives
+
+_Single = Kernel | Gemm | Collective | Fill | Copy  # every step but a repeat
 _SCALARS: dict[str, Callable[[Any], Any]] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
 
 
@@ -48,23 +53,36 @@ class BoundStep:
 class Binder:
     """Binds the nodes of one program.
 
-    tensors   every operand's memory, as torch tensors on the device at the letters' bounds
-    library   a loaded cubin by its name in the engine
+    tensors      every operand's memory, as torch tensors on the device at the letters' bounds
+    library      a loaded cubin by its name in the engine
+    collectives  how the other ranks are reached; None where there is one
     """
 
     program: Program
     tensors: Mapping[str, torch.Tensor]
     library: Callable[[str], driver.Library]
     num_sms: int
+    collectives: Collectives | None = None
 
     def bind(self, letters: Mapping[str, int]) -> list[BoundStep]:
         """All calls of a step whose letters have these values, in order."""
         values = {**letters, "SMS": self.num_sms}
-        return [
-            BoundStep(node.name, name, call)
-            for node in self.program.nodes
-            for name, call in self._steps(self._variant(node, values).steps, values)
-        ]
+        bound: list[BoundStep] = []
+        behind_others = False  # several kernels and events of a library: nothing may start before they end
+        for node in self.program.nodes:
+            for step, at in _flat(self._variant(node, values).steps, values):
+                call = self._step(node, step, at, behind_others)
+                if call is not None:
+                    name = (
+                        step.entry
+                        if isinstance(step, Kernel)
+                        else step.op
+                        if isinstance(step, Collective)
+                        else step.kind
+                    )
+                    bound.append(BoundStep(node.name, name, call))
+                    behind_others = isinstance(step, Collective)
+        return bound
 
     def _variant(self, node: ProgramNode, values: Mapping[str, int]) -> Variant:
         for variant in node.variants:
@@ -72,33 +90,27 @@ class Binder:
                 return variant
         raise DscError(f"{self.program.name}: {node.name} has no variant for this step", got=str(dict(values)))
 
-    def _steps(self, steps: tuple[Step, ...], values: Mapping[str, int]) -> Iterator[tuple[str, Call]]:
-        for step in steps:
-            if isinstance(step, Kernel):
-                call = self._kernel(step, values)
-                if call is not None:
-                    yield step.entry, call
-            elif isinstance(step, Gemm):
-                yield "gemm", self._gemm(step, values)
-            elif isinstance(step, Fill):
-                yield "fill", self._fill(step, values)
-            elif isinstance(step, Copy):
-                yield "copy", self._copy(step, values)
-            elif isinstance(step, Repeat):
-                for i in range(evaluate(step.count, values)):
-                    yield from self._steps(step.steps, {**values, step.letter: i})
-            else:
-                raise DscError(f"{self.program.name}: a {step.kind} step needs several ranks", got="one rank")
+    def _step(self, node: ProgramNode, step: _Single, values: Mapping[str, int], behind_others: bool) -> Call | None:
+        """The call of one step; None where it has nothing to do."""
+        if isinstance(step, Kernel):
+            return self._kernel(step, values, step.pdl and not behind_others)
+        if isinstance(step, Gemm):
+            return self._gemm(step, values)
+        if isinstance(step, Fill):
+            return self._fill(step, values)
+        if isinstance(step, Copy):
+            return self._copy(step, values)
+        return self._collective(node, step, values)
 
     def _address(self, pointer: Pointer, values: Mapping[str, int]) -> int:
         return self.tensors[pointer.operand].data_ptr() + evaluate(pointer.offset, values)
 
-    def _kernel(self, step: Kernel, values: Mapping[str, int]) -> Call | None:
+    def _kernel(self, step: Kernel, values: Mapping[str, int], pdl: bool) -> Call | None:
         grid = [evaluate(size, values) for size in step.grid]
         if 0 in grid:
             return None  # nothing to do; the driver refuses an empty grid
         function = self.library(step.cubin).function(step.entry, step.shared_bytes)
-        config = driver.launch_config(grid, step.block, step.shared_bytes, step.cluster, step.pdl, step.cooperative)
+        config = driver.launch_config(grid, step.block, step.shared_bytes, step.cluster, pdl, step.cooperative)
         holders = [self._argument(argument, values) for argument in step.arguments]
         pointers = (ctypes.c_void_p * max(len(holders), 1))(*[address for address, _ in holders])
         entry = step.entry
@@ -145,6 +157,41 @@ class Binder:
         source, target = self._bytes(step.source, count, values), self._bytes(step.destination, count, values)
         return lambda stream: target.copy_(source)
 
+    def _collective(self, node: ProgramNode, step: Collective, values: Mapping[str, int]) -> Call | None:
+        where = f"{self.program.name}: {node.name}"
+        if self.collectives is None:
+            raise DscError(f"{where}: a collective step needs several ranks", got="one rank")
+        if step.axis not in ("tensor", "world") or step.op not in ("all_reduce", "all_gather"):
+            got = f"{step.op} over {step.axis}"
+            raise DscError(
+                f"{where}: GPUs have no such step", wanted="all_reduce or all_gather over all ranks", got=got
+            )
+        count = evaluate(step.count, values)
+        if not count:
+            return None
+        every = count * self.collectives.ranks if step.op == "all_gather" else count
+        source = self._elements(step.source, step.dtype, count, values)
+        destination = self._elements(step.destination, step.dtype, every, values)
+        if step.op == "all_gather":
+            return self.collectives.all_gather(source, destination)
+        return self.collectives.all_reduce(source, destination, step.reduce, self._spent(node, step.source.operand))
+
+    def _elements(self, pointer: Pointer, dtype: str, count: int, values: Mapping[str, int]) -> torch.Tensor:
+        kind: torch.dtype = getattr(torch, dtype)
+        found = self._bytes(pointer, count * kind.itemsize, values).view(kind)
+        assert found.numel() == count, (pointer, count, found.shape)
+        return found
+
+    def _spent(self, node: ProgramNode, name: str) -> bool:
+        """Whether an operand is of no use after this node, which may leave anything in it."""
+        root = self.program.root(name)
+        readers = {
+            other.name
+            for other in self.program.nodes
+            if any(one and self.program.root(one) == root for one in other.inputs)
+        }
+        return self.program.operands[root].role in IN_ARENA and readers <= {node.name}
+
     def _matrix(self, matrix: Matrix, rows: int, cols: int, batch: int, values: Mapping[str, int]) -> torch.Tensor:
         dtype = getattr(torch, matrix.dtype)
         flat = self.tensors[matrix.at.operand].view(-1).view(torch.uint8)[evaluate(matrix.at.offset, values) :]
@@ -173,6 +220,16 @@ class Binder:
                 return lambda stream: torch.mm(a[0], b[0], out=c[0])
             return lambda stream: torch.bmm(a, b, out=c)
         return lambda stream: torch.baddbmm(c, a, b, beta=step.beta, alpha=step.alpha, out=c)
+
+
+def _flat(steps: tuple[Step, ...], values: Mapping[str, int]) -> Iterator[tuple[_Single, Mapping[str, int]]]:
+    """The steps with those of a repeat as often as they run, and the values that each reads."""
+    for step in steps:
+        if isinstance(step, Repeat):
+            for i in range(evaluate(step.count, values)):
+                yield from _flat(step.steps, {**values, step.letter: i})
+        else:
+            yield step, values
 
 
 def _scaled(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, a_scales: torch.Tensor, b_scales: torch.Tensor) -> Call:

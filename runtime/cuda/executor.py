@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -14,6 +14,10 @@ from dsc.runtime.cuda.staging import Staging
 from dsc.runtime.errors import DscError
 from dsc.runtime.expressions import LETTERS
 from dsc.runtime.program import Program, nbytes
+from dsc.runtime.weights import part_name
+
+if TYPE_CHECKING:
+    from dsc.runtime.cuda.collectives import Collectives
 
 MAX_BOUND_SHAPES = 64  # shapes of eager steps whose calls are kept
 
@@ -28,25 +32,39 @@ class KernelSource(Protocol):
 class CudaShared:
     """What all programs of one engine share on a device: weights, cubins, one arena, one capture stream and pool.
 
-    weights   tensors by their name in the manifest, on the device
+    weights      a rank's parts of stored tensors, on the device, by `part_name`: whole ones by their name in the manifest
+    collectives  how the other ranks are reached; None where there is one
     """
 
     device: torch.device
     weights: Mapping[str, torch.Tensor]
     kernels: KernelSource
     arena: torch.Tensor
+    collectives: Collectives | None = None
     stream: torch.cuda.Stream = field(init=False)
     libraries: dict[str, Library] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.stream = torch.cuda.Stream(self.device)
         self.num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        if self.collectives is not None:
+            self.collectives.on(self.stream)
 
     def library(self, name: str) -> Library:
         """A cubin, loaded once."""
         if name not in self.libraries:
             self.libraries[name] = Library(self.kernels.kernel(name), name)
         return self.libraries[name]
+
+    def graph(self, calls: Sequence[BoundStep]) -> torch.cuda.CUDAGraph:
+        """Calls as a CUDA graph. They must have run before on the capture stream: on all ranks of an engine alike."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of a rank, such as NCCL's, may ask CUDA for something meanwhile.
+        mode = "global" if self.collectives is None else "thread_local"
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode=mode):
+            for step in calls:
+                step.call(self.stream.cuda_stream)
+        return graph
 
 
 @dataclass
@@ -82,7 +100,7 @@ class CudaExecutor:
         for name, operand in self.program.operands.items():
             dtype = getattr(torch, operand.dtype)
             if operand.role == "weight":
-                tensors[name] = self.shared.weights[operand.tensor]
+                tensors[name] = self.shared.weights[part_name(operand)]
             elif operand.offset is not None:
                 tensors[name] = self.shared.arena[operand.offset : operand.offset + operand.bytes].view(dtype)
             elif operand.role in ("output", "zeroed", "input") and not operand.alias:
@@ -149,7 +167,9 @@ class CudaExecutor:
         if key not in self._bound:
             if len(self._bound) >= MAX_BOUND_SHAPES:
                 self._bound.pop(next(iter(self._bound)))
-            binder = Binder(self.program, self._tensors, self.shared.library, self.shared.num_sms)
+            binder = Binder(
+                self.program, self._tensors, self.shared.library, self.shared.num_sms, self.shared.collectives
+            )
             self._bound[key] = binder.bind(letters)
         return self._bound[key]
 
@@ -163,10 +183,7 @@ class CudaExecutor:
                 for step in calls:
                     step.call(stream.cuda_stream)
                 stream.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, stream=stream):
-                    for step in calls:
-                        step.call(stream.cuda_stream)
+                graph = self.shared.graph(calls)
             self._graphs[key] = _Graph(graph, graph.pool())
         return self._graphs[key].graph
 

@@ -24,7 +24,7 @@ class GlooCommunicator:
         options = gloo._Options()
         options._timeout = MEETING
         options._devices = [gloo.create_device(hostname=group.address)]
-        self._gloo = gloo(group.store_of("gloo"), group.rank, group.ranks, options)
+        self._gloo: Any = gloo(group.store_of("gloo"), group.rank, group.ranks, options)
         self._gloo.set_timeout(WAIT)
 
     def all_gather(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -34,3 +34,7 @@ class GlooCommunicator:
         own, every = x.contiguous().view(-1).view(torch.uint8), found.view(-1).view(torch.uint8)
         self._gloo._allgather_base(every, own).wait()
         return found.unbind()
+
+    def close(self) -> None:
+        """Let go of the other ranks. Threads of gloo must have ended before Python does, whose objects they may hold."""
+        self._gloo = None

@@ -51,6 +51,7 @@ class Followers:
         self._fault: DscError | None = None
         self._closing = False
         self._left: set[int] = set()
+        self._released = False
         self._thread = threading.Thread(target=self._listen, name="dsc ranks", daemon=True)
         self._thread.start()
 
@@ -147,7 +148,7 @@ class Followers:
         with selectors.DefaultSelector() as selector:
             for rank, channel in self._channels.items():
                 selector.register(channel.fileno(), selectors.EVENT_READ, rank)
-            while selector.get_map() and (self._fault is None or self._closing):
+            while selector.get_map() and not self._released:
                 for key, _ in selector.select(1.0):
                     message = self._channels[key.data].receive()
                     if message is None:
@@ -176,16 +177,17 @@ class Followers:
             late = message.body["event"] != self._event or not self._in_event
             if late:  # the leader has succeeded in that event
                 self._failures = {}
-            self._failed_at = self._failed_at if self._failures else time.monotonic()
+            self._failed_at = time.monotonic()
             self._failures[rank] = message.body["text"]
             self._changed.notify_all()
         if late:
             self._end(self._failed_alone())
 
     def _lose_patience(self) -> None:
-        """End the engine where another rank failed and the leader waits for it."""
+        """End the engine where another rank failed and the leader waits for it in vain."""
         with self._changed:
-            vain = self._in_event and self._failures and time.monotonic() - self._failed_at > PATIENCE
+            others = self._failures and 0 not in self._failures
+            vain = self._in_event and others and time.monotonic() - self._failed_at > PATIENCE
         if vain:
             self._end(self._failed_alone())
 
@@ -221,9 +223,12 @@ class Followers:
         self._let_go(kill=True)
 
     def _let_go(self, kill: bool) -> None:
-        while self._ends:
-            self._ends.pop()()
+        self._released = True
         for channel in self._channels.values():
             channel.close()
         if self._children is not None:
-            self._children.end(kill)
+            (self._children.kill if kill else self._children.wait)()
+        while self._ends:  # not before the others end: that is what gloo's threads wait for
+            self._ends.pop()()
+        if self._children is not None:
+            self._children.wait()

@@ -113,10 +113,7 @@ class Following:
         self._loop.run(self._engine.models[message.body["model"]], batch, message.body["phase"])
 
     def _change_pool(self, message: Message) -> None:
-        method, argument = message.body["method"], message.body["argument"]
-        if method == "find":
-            argument = [bytes.fromhex(key) for key in argument]
-        getattr(self._engine.cache.pool, method)(argument)
+        getattr(self._engine.cache.pool, message.body["method"])(message.body["argument"])
 
     def _bench(self, message: Message) -> None:
         measure(self._engine, Plan(**message.body["plan"]))

@@ -19,6 +19,7 @@ class Group:
     address      by which other ranks reach this machine
     store        where process groups of torch.distributed meet; make it by `store_of`
     agree_least  the smallest of the ranks' numbers, once all of them have come here; DscError if one of them failed
+    local_ranks  how many ranks share the machine
     """
 
     rank: int
@@ -27,6 +28,7 @@ class Group:
     address: str
     store: Store
     agree_least: Callable[[int], int]
+    local_ranks: int = 1
     _ends: list[Callable[[], None]] = field(default_factory=list)
 
     def store_of(self, name: str) -> Store:
@@ -36,7 +38,8 @@ class Group:
         return PrefixStore(name, self.store)
 
     def on_end(self, end: Callable[[], None]) -> None:
-        """Call `end`, from any thread, when another rank died: it must free whoever waits in a collective."""
+        """Call `end`, from any thread, when the engine is closed or another rank died: it must free whoever waits in a
+        collective."""
         self._ends.append(end)
 
     def end(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dsc.runtime.errors import DscError
 
-_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def find_launch(environment: Mapping[str, str] | None = None) -> Launch | None:
             wanted=f"{', '.join(_NUMBERS)}, as torchrun sets them",
             got=", ".join(f"{name} {text or 'not set'}" for name, text in texts.items()),
         )
-    found = Launch(*(int(text) for text in texts.values()))
+    found = Launch(*(int(texts[name]) for name in _NUMBERS[:4]))
     if not (found.rank < found.ranks and found.local_rank < found.local_ranks <= found.ranks):
         got = ", ".join(f"{name} {text}" for name, text in texts.items())
         raise DscError("the environment names no rank that there is", wanted="RANK below WORLD_SIZE", got=got)

@@ -40,10 +40,10 @@ def load_ranks(folder: EngineFolder, options: LoadOptions) -> Engine:
             wanted=f"{ranks} processes: torchrun with --nproc-per-node and --nnodes that make {ranks}, or none at all",
             got=f"{launch.ranks} processes",
         )
+    store = torchrun_store(launch, str(folder.path))
     if launch.rank == 0:
-        store = torchrun_store()
         return _lead(folder, options, launch, store, None)
-    follow(folder, launch, torchrun_store(), verify=options.verify and launch.local_rank == 0)
+    follow(folder, launch, store, verify=options.verify and launch.local_rank == 0)
     raise SystemExit(0)
 
 
@@ -63,13 +63,16 @@ def _lead(
         channels = Door(store, launch).welcome(Build.of(folder), words, where, alive)
     except BaseException:
         if children is not None:
-            children.end(kill=True)
+            children.kill()
+            children.wait()
         raise
     ends: list[Callable[[], None]] = []
     followers = Followers(channels, children, ends, where)
     try:
         address = next(iter(channels.values())).address
-        group = Group(0, launch.ranks, launch.local_rank, address, store, followers.agree_least, ends)
+        group = Group(
+            0, launch.ranks, launch.local_rank, address, store, followers.agree_least, launch.local_ranks, ends
+        )
         engine = make_engine(folder, options, group, partial(LeadingLoop, followers))
         loop = engine.loop
         assert isinstance(loop, LeadingLoop)
@@ -89,11 +92,13 @@ def follow(folder: EngineFolder, launch: Launch, store: dist.Store, verify: bool
     """
     channel, words = knock(store, launch, Build.of(folder), str(folder.path))
     leader = Leader(channel, launch.rank)
+    group = Group(
+        launch.rank, launch.ranks, launch.local_rank, channel.address, store, leader.agree_least, launch.local_ranks
+    )
     try:
         options = LoadOptions(**{**words["options"], "verify": verify})
         if folder.manifest.target == "cpu":
             torch.set_num_threads(words["threads"])
-        group = Group(launch.rank, launch.ranks, launch.local_rank, channel.address, store, leader.agree_least)
         engine = make_engine(folder, options, group, RankLoop)
         loop = engine.loop
         assert isinstance(loop, RankLoop)
@@ -104,9 +109,14 @@ def follow(folder: EngineFolder, launch: Launch, store: dist.Store, verify: bool
         leader.tell("failed", {"text": failure_text(error)})
         raise
     finally:
+        group.end()
         leader.close()
 
 
 def _communicator(engine: Engine, group: Group) -> Communicator | None:
     """By which ops on a CPU reach the other ranks, all of which have come here."""
-    return GlooCommunicator(group) if engine.backend.device.type == "cpu" else None
+    if engine.backend.device.type != "cpu":
+        return None
+    found = GlooCommunicator(group)
+    group.on_end(found.close)
+    return found

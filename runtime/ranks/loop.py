@@ -14,6 +14,7 @@ import torch
 
 from dsc.plugins.communicator import Communicator, communicating
 from dsc.runtime.batch import Batch
+from dsc.runtime.errors import DscError
 from dsc.runtime.loop import STEPS_WATCHED, Loop
 from dsc.runtime.model import CompiledModel
 from dsc.runtime.proposer import Computed
@@ -63,13 +64,22 @@ class LeadingLoop(RankLoop):
         super().__init__(**parts)
         self._followers = followers
         self._count = 0
+        self._failed: list[Request] = []  # in this step
         self._acting = 0  # the thread that does something together with the other ranks
         weakref.finalize(self, followers.close)
 
     def step(self, came: Sequence[Request], left: Sequence[Request]) -> None:
         """See Loop. Raises DscError, and ever after, where another rank failed or chose other tokens."""
-        with self._together("step", self._words(came, left)):
-            super().step(came, left)
+        try:
+            with self._together("step", self._words(came, left)):
+                super().step(came, left)
+        except DscError as error:
+            if self._followers.ended:  # what they were told of it was only its consequence
+                for request in self._failed:
+                    request.error = str(error)
+            raise
+        finally:
+            self._failed = []
 
     def settle(self) -> None:
         """See Loop. Once the engine has ended, requests are let go without the others."""
@@ -113,6 +123,10 @@ class LeadingLoop(RankLoop):
         """See Loop. Raises DscError, too, where a rank failed."""
         super().check_open()
         self._followers.check()
+
+    def _fail(self, request: Request, error: str) -> None:
+        self._failed.append(request)
+        super()._fail(request, error)
 
     def _words(self, came: Sequence[Request], left: Sequence[Request]) -> dict[str, Any]:
         for request in came:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.errors import DscError, raise_all
@@ -53,9 +52,20 @@ def home_store_at(port: int) -> dist.TCPStore:
     return dist.TCPStore(HOME, port, None, False, timedelta(seconds=SECONDS), wait_for_workers=False)
 
 
-def torchrun_store() -> dist.Store:
-    """The store where the processes of a torchrun meet, a part of it for the next meeting of this process."""
-    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=SECONDS)))
+def torchrun_store(launch: Launch, where: str) -> dist.Store:
+    """A store for the next meeting of the processes of a torchrun: a part of the one that its agent holds.
+
+    Where another launcher sets the same variables, rank 0 holds it. Raises DscError where the store is not there in time.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    holds = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    try:
+        store = dist.TCPStore(
+            host, port, None, holds, timedelta(seconds=SECONDS), wait_for_workers=False, multi_tenant=True
+        )
+    except RuntimeError as error:  # torch's DistStoreError and DistNetworkError
+        what = "rank 0 cannot hold a store" if holds else f"rank 0 did not come within {SECONDS:.0f} s"
+        raise DscError(what, where=where, wanted=f"a store at {host}:{port}", got=str(error)) from error
     return dist.PrefixStore(f"dsc/{next(_meetings)}", store)
 
 
@@ -142,7 +152,7 @@ def knock(store: dist.Store, launch: Launch, build: Build, where: str) -> tuple[
         channel = Channel(socket.create_connection((host, int(port)), timeout=SECONDS))
         channel.set_timeout(None)
         channel.send("hello", {"rank": launch.rank, "build": asdict(build)})
-    except (OSError, RuntimeError) as error:  # torch raises DistStoreError, a RuntimeError, when a wait is over
+    except (OSError, RuntimeError) as error:  # a RuntimeError of torch when a wait is over
         raise DscError(f"rank 0 did not come within {SECONDS:.0f} s", where=where, got=str(error)) from error
     answer = channel.receive()
     if answer is None or answer.kind != "welcome":

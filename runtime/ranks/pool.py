@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dsc.runtime.cache import BlockPool
+from dsc.runtime.errors import DscError
 from dsc.runtime.ranks.loop import LeadingLoop
 
 
@@ -32,11 +33,14 @@ class LedPool(BlockPool):
         """See BlockPool."""
         return self._pool.holders(block)
 
-    def find(self, keys: Sequence[bytes]) -> list[int]:
-        """See BlockPool."""
-        found: list[int] = self._loop.on_pool("find", [key.hex() for key in keys], lambda: self._pool.find(keys))
-        return found
-
     def forget(self, blocks: Sequence[int]) -> None:
         """See BlockPool."""
         self._loop.on_pool("forget", list(blocks), lambda: self._pool.forget(blocks))
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """Not for users: what blocks hold, the loop states on every rank."""
+        raise DscError("only the engine's own loop shares blocks", got=f"{len(keys)} keys to find")
+
+    def remember(self, block: int, key: bytes) -> None:
+        """Not for users: what blocks hold, the loop states on every rank."""
+        raise DscError("only the engine's own loop shares blocks", got=f"block {block} to remember")

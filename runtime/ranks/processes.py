@@ -52,7 +52,8 @@ class Children:
             for rank in range(1, ranks):
                 self._children.append(_start(rank, folder, ranks, port))
         except BaseException:
-            self.end(kill=True)
+            self.kill()
+            self.wait()
             raise
 
     def check(self) -> None:
@@ -65,12 +66,14 @@ class Children:
         """One rank's process."""
         return self._children[rank - 1]
 
-    def end(self, kill: bool) -> None:
-        """Wait for all to end: by themselves, at once if `kill`, or killed when they take long."""
-        until = time.monotonic() + END_SECONDS
+    def kill(self) -> None:
+        """End all at once; `wait` must follow."""
         for child in self._children:
-            if kill:
-                child.process.kill()
+            child.process.kill()
+
+    def wait(self) -> None:
+        """Until all have ended; whoever takes long is killed."""
+        until = time.monotonic() + END_SECONDS
         for child in self._children:
             try:
                 child.process.wait(max(0.0, until - time.monotonic()))

@@ -140,6 +140,27 @@ def test_dispatch_is_by_architecture_and_the_model_type_must_fit(folder):
 
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+GPTQ = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 128,
+    "sym": True,
+    "desc_act": False,
+    "checkpoint_format": "gptq",
+}
+
+
+def compressed(group=None, **weights):
+    """A quantization_config of compressed-tensors, as Kimi-K2-Thinking has it."""
+    made = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
+    scheme = {"targets": ["Linear"], "input_activations": None, "weights": {**made, **weights}, **(group or {})}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+            "config_groups": {"group_0": scheme}, "ignore": ["lm_head", "re:.*self_attn.*"]}  # fmt: skip
+
+
+TWO_SCHEMES = compressed()
+TWO_SCHEMES["config_groups"]["group_1"] = compressed(num_bits=8)["config_groups"]["group_0"]
 ONE_FAULT = [
     # a key of one kind
     ({"hidden_size": "7168"}, 'hidden_size is "7168", wanted a whole number, 1 or more'),
@@ -209,7 +230,51 @@ ONE_FAULT = [
     ({"torch_dtype": "float16"}, 'torch_dtype is "float16", wanted "bfloat16" or "float32"'),
     ({"dtype": "float32"}, 'torch_dtype "bfloat16" contradicts dtype "float32"'),
     ({"quantization_config": {"quant_method": "fp6"}}, 'quant_method "fp6" is unknown, nearest known "fp8"'),
-    ({"quantization_config": {"quant_method": "awq", "bits": 4}}, 'quant_method "awq" is unknown, nearest known "fp8"'),
+    (
+        {"quantization_config": {"quant_method": "bitsandbytes"}},
+        "known are fp8 (e4m3 in 128x128 blocks), awq (gemm), gptq",
+    ),
+    # packed
+    ({"quantization_config": AWQ, "torch_dtype": "float16"}, None),
+    ({"quantization_config": {**AWQ, "group_size": -1, "version": "GEMM", "backend": "autoawq"}}, None),
+    ({"quantization_config": {"quant_method": "awq", "w_bit": 4, "q_group_size": 128}}, None),
+    ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config.group_size is missing"),
+    ({"quantization_config": {**AWQ, "bits": 3}}, "quantization_config.bits is 3, wanted 4"),
+    ({"quantization_config": {**AWQ, "group_size": 0}}, "quantization_config.group_size is 0, wanted a whole number"),
+    ({"quantization_config": {**AWQ, "version": "gemv"}}, 'version is "gemv", wanted "gemm"'),
+    ({"quantization_config": {**AWQ, "modules_to_not_convert": "o_proj"}}, 'is "o_proj", wanted a list of modules'),
+    ({"quantization_config": {**AWQ, "x": 1}}, "unknown key quantization_config.x"),
+    ({"quantization_config": GPTQ}, None),
+    ({"quantization_config": {**GPTQ, "bits": 8, "checkpoint_format": "gptq_v2", "dynamic": {"-:.*kv_b.*": {}}}}, None),
+    ({"quantization_config": {**GPTQ, "bits": 3}}, "quantization_config.bits is 3, wanted 4 or 8"),
+    ({"quantization_config": {**GPTQ, "desc_act": True}}, "desc_act is true, wanted false: columns out of the order"),
+    ({"quantization_config": {**GPTQ, "checkpoint_format": "marlin"}}, 'is "marlin", wanted "gptq" or "gptq_v2"'),
+    ({"quantization_config": {**GPTQ, "format": "gptq_v2"}}, "contradicts quantization_config.format"),
+    ({"quantization_config": {**GPTQ, "lm_head": True}}, "quantization_config.lm_head is true, wanted false"),
+    ({"quantization_config": {**GPTQ, "pack_dtype": "int64"}}, 'pack_dtype is "int64", wanted "int32"'),
+    ({"quantization_config": {**GPTQ, "dynamic": {"+:x": {"bits": 8}}}}, "gives modules settings of their own"),
+    ({"quantization_config": {**GPTQ, "dynamic": ["x"]}}, 'dynamic is ["x"], wanted an object'),
+    ({"quantization_config": {**GPTQ, "dynamic": {"-:(": {}}}}, 'dynamic "re:(" is no regular expression'),
+    ({"quantization_config": compressed()}, None),
+    ({"quantization_config": compressed(strategy="channel", group_size=None, num_bits=8, symmetric=False)}, None),
+    ({"quantization_config": {**compressed(), "format": "float-quantized"}}, 'wanted "pack-quantized"'),
+    ({"quantization_config": {**compressed(), "ignore": ["re:*"]}}, 'ignore "re:*" is no regular expression'),
+    ({"quantization_config": {**compressed(), "config_groups": {}}}, "config_groups is missing, wanted one scheme"),
+    ({"quantization_config": compressed(num_bits=3)}, "group_0.weights.num_bits is 3, wanted 4 or 8"),
+    ({"quantization_config": compressed(type="float")}, 'weights.type is "float", wanted "int"'),
+    ({"quantization_config": compressed(actorder="group")}, 'weights.actorder is "group", wanted "weight"'),
+    ({"quantization_config": compressed(strategy="block")}, 'strategy is "block", wanted "group" or "channel"'),
+    ({"quantization_config": compressed(group_size=None)}, "weights.group_size is null"),
+    ({"quantization_config": compressed(strategy="channel")}, "weights.group_size 32 contradicts"),
+    (
+        {"quantization_config": compressed({"input_activations": {"num_bits": 8}})},
+        "unknown key quantization_config.config_groups.group_0.input_activations",
+    ),
+    ({"quantization_config": TWO_SCHEMES}, "quantization_config.config_groups has 2 schemes of weights, wanted one"),
+    (
+        {"quantization_config": {**compressed(), "kv_cache_scheme": {"num_bits": 8}}},
+        "unknown key quantization_config.kv_",
+    ),
     ({"quantization_config": {}}, "quant_method null is unknown"),
     (
         {"quantization_config": {**FP8, "weight_block_size": [64, 128]}},

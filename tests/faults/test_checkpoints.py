@@ -97,9 +97,7 @@ def test_unknown_tensors_are_named_with_the_nearest_known_one(model: Path, monke
     assert "model.layers.0.self_attn.q_proj.bias" in text
 
 
-@pytest.mark.parametrize(
-    "method", ["awq", "gptq", "bitsandbytes", "compressed-tensors", "modelopt", "mxfp4", "fp6", None]
-)
+@pytest.mark.parametrize("method", ["bitsandbytes", "modelopt", "mxfp4", "fp6", "exl3", None])
 def test_unknown_quant_methods_are_named_with_the_nearest_known_one(
     method: str | None, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

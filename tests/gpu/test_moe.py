@@ -132,6 +132,7 @@ def test_codes_of_the_norm_stand_for_x(
         assert torch.equal(op(x=torch.zeros_like(given["x"]))["y"], want)
 
 
+@pytest.mark.parametrize("groups", [1, 8])
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize(
     ("format_", "shared"),
@@ -144,12 +145,16 @@ def test_codes_of_the_norm_stand_for_x(
         ("fp8", ""),
     ],
 )
-def test_most_experts_are_of_other_ranks(format_: str, shared: str, tokens: int) -> None:
-    """Of some rows all of them, of a step all but one pair, none; their weights are not 0, and nobody chose most experts."""
+def test_most_experts_are_of_other_ranks(format_: str, shared: str, tokens: int, groups: int) -> None:
+    """Of some rows all of them, of a step all but one pair, none; their weights are not 0, and nobody chose most experts.
+
+    With `groups` the variants are those of so many more tokens, and a single token's experts are shared out anew.
+    """
     from support.gpu import GpuOp
 
     inputs, attributes, given = node_of(format_, shared, STREAMED, torch.bfloat16, tokens)
-    op = GpuOp("Moe", inputs, attributes, bounds={"T": 4096})
+    more = {"expert_groups": groups} if groups > 1 else {}
+    op = GpuOp("Moe", inputs, {**attributes, **more}, bounds={"T": 4096})
     mine = torch.rand(tokens, K, generator=torch.Generator().manual_seed(tokens)) < 0.2
     mine[::3] = False
     one = torch.zeros(tokens, K, dtype=torch.bool)
@@ -160,7 +165,7 @@ def test_most_experts_are_of_other_ranks(format_: str, shared: str, tokens: int)
         operands = {**given, "ids": ids, **weights_of(format_, shared, STREAMED)}
         (want,) = reference(**operands)
         got = op(ids=ids)["y"].cpu()
-        what = f"{format_} {shared} T={tokens}, {int(kept.sum())} pairs"
+        what = f"{format_} {shared} T={tokens}, {int(kept.sum())} pairs, {groups} groups"
         check_moe_rows(got, want, operands, what)
         if not shared:
             nothing = ~kept.any(-1)

@@ -16,6 +16,7 @@ from dsc.runtime.program import ProgramNode
 from dsc.runtime.steps import Kernel, Variant
 
 TENSOR_CORES = {"sm_80": {"HMMA"}, "sm_90a": {"HGMMA", "QGMMA"}, "sm_100a": {"UTCHMMA", "UTCQMMA"}}
+ONE_TOKEN = {"moe_one_gate_up", "moe_one_down"}
 SMALL, R1 = (16, 4, 256, 384, 256), (256, 8, 7168, 2048, 2048)  # experts, of a token, D, F, of the shared expert
 
 
@@ -139,6 +140,45 @@ def _name(source: TritonSource | CudaSource) -> str:
 def test_nothing_of_r1_spills(arch: str, format_: str) -> None:
     _, compiler = moe(format_, format_, arch, R1)
     assert all(built.resources.stack_bytes == 0 for built in compiler.built.values())
+
+
+def test_a_rank_takes_the_kernels_of_as_many_pairs() -> None:
+    """An expert of R1 has as many pairs on one rank as on the eighth of eight, where most pairs of a step are of others."""
+    guards = {}
+    for experts, groups in ((256, 1), (32, 8), (32, 1)):
+        node, sources = lowered_sources("wint4:128", "fp8", (experts, 8, 7168, 2048, 2048 // groups), groups)
+        guards[experts, groups] = [variant.guard for variant in node.variants]
+        spread = [dict(source.defines)["SPREAD"] for source in sources if _name(source).startswith("moe_one")]
+        assert spread == [str(int(groups > 1))] * 2
+    borders = ["T <= 1", "T <= 48", "T <= 512", "T <= 2048", ""]
+    assert guards[256, 1] == borders
+    # What fits in bfloat16 is dequantized, at as many pairs an expert.
+    assert guards[32, 8] == [*borders[:-1], "T <= 4607", ""]
+    assert guards[32, 1] != guards[32, 8]
+
+
+def lowered_sources(
+    format_: str, shared: str, sizes: tuple[int, ...], groups: int
+) -> tuple[ProgramNode, list[TritonSource | CudaSource]]:
+    """A node on one of so many groups of ranks, and what would be compiled for it, for Hopper."""
+    inputs, attributes = moe_inputs(format_, shared, sizes)
+    given = {**attributes, **({"expert_groups": groups} if groups > 1 else {})}
+    sources: Any = Sources(Arch("sm_90a"))
+    (program,) = lower_gpu([node_program("Moe", inputs, given, {"T": 8192})], sources)
+    return program.nodes[0], list(sources.by_name.values())
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+@pytest.mark.parametrize(("format_", "shared"), [("wint4:128", "fp8"), ("fp8", "fp8"), ("bf16", "")])
+def test_experts_of_a_rank_compile(format_: str, shared: str, arch: str) -> None:
+    """Of R1 on eight: 32 experts, an eighth of the shared one, and a single token's pairs shared out anew."""
+    inputs, attributes = moe_inputs(format_, shared or "bf16", (32, 8, 7168, 2048, 256))
+    if not shared:
+        inputs = {name: tensor for name, tensor in inputs.items() if not name.startswith("shared")}
+    _, compiler = lowered("Moe", inputs, {**attributes, "expert_groups": 8}, arch)
+    assert all(built.resources.stack_bytes == 0 for built in compiler.built.values())
+    one = {built.compiled.entry for built in compiler.built.values() if built.compiled.entry.startswith("moe_one")}
+    assert one == (set() if (format_, arch) == ("fp8", "sm_80") or (shared, arch) == ("fp8", "sm_80") else ONE_TOKEN)
 
 
 @pytest.mark.parametrize("format_", ["wint4:128", "fp8", "wint8", "bf16"])

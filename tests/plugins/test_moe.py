@@ -1,5 +1,7 @@
 """Moe: transformers' MoE layer agrees; every way of grouping tokens gives the same; padding and idle experts are free."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.cpu_op import IMPLEMENTATIONS, CpuOp
@@ -7,9 +9,11 @@ from support.random_weights import random_weight
 from support.tolerances import check_rows, worst_row
 from torch.nn.functional import linear, silu
 
+from dsc.compiler.listing import plugin_manual
 from dsc.plugins.cpu_node import CpuNode, Packs
 from dsc.plugins.formats import parse_format
 from dsc.plugins.moe.cpu import Beside, pack_experts
+from dsc.plugins.schema import SchemaError
 from dsc.plugins.stored import StoredWeight
 
 D, F, E, K = 128, 64, 16, 4
@@ -149,3 +153,17 @@ def test_gate_and_up_are_one_product_where_they_can_be():
     assert len(beside) == E
     assert all(isinstance(p, Beside) for p in beside)
     assert node.pack(("gate", "up"), pack_experts, torch.bfloat16) is beside
+
+
+def test_groups_of_ranks_change_what_is_expected_and_no_result():
+    weights, tokens = weights_of("fp32"), tokens_of(9)
+    alone = CpuOp("cpu", "Moe", tokens | weights, {})
+    spread = CpuOp("cpu", "Moe", tokens | weights, {"expert_groups": 8})
+    assert torch.equal(spread()["y"], alone()["y"])
+    widths = {"T": 64, "E": 256, "K": 8, "D": 128, "F": 64}
+    whole, part = (alone.op.cost(SimpleNamespace(**widths | more)) for more in ({}, {"E": 32, "expert_groups": 8}))
+    assert part.flop == whole.flop / 8
+    assert whole.bytes - part.bytes == 6 * 128 * 64 * (256 - 32)
+    with pytest.raises(SchemaError, match=r"dsc.Moe: attribute expert_groups is '8', wanted int$"):
+        CpuOp("cpu", "Moe", tokens | weights, {"expert_groups": "8"})
+    assert "  expert_groups: int, optional\n" in plugin_manual("Moe")

@@ -10,7 +10,9 @@ from support.engines import compile_tiny
 
 from dsc import runtime
 from dsc.plugins.advance.reference import reference as advance
-from dsc.runtime.engine import Engine
+from dsc.runtime.artifact import EngineFolder
+from dsc.runtime.engine import Engine, LoadOptions, make_engine
+from dsc.runtime.ranks.loop import RankLoop
 
 STEP = ("tokens", "positions", "slots", "sequence_lengths")
 
@@ -85,3 +87,32 @@ def test_a_stream_beside_a_batch_and_a_full_cache(folder: Path) -> None:
     stream = engine.stream(prompts[0], **options)
     assert [o.text for o in engine.generate(prompts[1:], **options)] == wanted[1:]
     assert "".join(stream) == wanted[0]
+
+
+def test_bursts_of_several_ranks_end_by_what_all_ranks_know(folder: Path) -> None:
+    """Requests that come meanwhile are known to one rank only."""
+    engine = make_engine(EngineFolder.open(folder), LoadOptions(), make_loop=RankLoop)
+    options = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True, "drafts": 0}
+    wanted = [o.token_ids for o in engine.generate([[5, 6], [7, 8]], **options)]
+    engine._loop._ahead = stand_in = StandIn(engine)
+    assert isinstance(engine.loop, RankLoop)
+    seen, lengths, burst = engine.loop.seen, [], stand_in.burst
+
+    def arrive(inputs: Any, rows: Any, steps: int, take: Callable[[list[int]], bool]) -> None:
+        lengths.append(steps)
+        if len(lengths) == 1:
+            late.append(engine.stream([9] * 3, **options))
+        burst(inputs, rows, steps, take)
+
+    late: list[Any] = []
+    stand_in.burst = arrive
+    assert [o.token_ids for o in engine.generate([[5, 6], [7, 8]], **options)] == wanted
+    assert lengths[:5] == [
+        8,
+        8,
+        8,
+        8,
+        6,
+    ]  # and a step of the two prompts, and one of the prompt that came in the first burst
+    assert "".join(late[0]) == engine.generate([[9] * 3], **options)[0].text
+    assert engine.loop.seen != seen

@@ -54,6 +54,28 @@ def test_a_whole_engine(engine):
     assert {p.name for p in engine.iterdir()} >= {"manifest.json", "main.decode.rank0.onnx", "sample.rank0.onnx"}
 
 
+def test_shares_of_the_hashes_are_the_whole(engine):
+    """A changed file is found by one of the ranks that hash it together, whichever it is; no tensor is hashed twice."""
+    shares = [(which, 3) for which in range(3)]
+    folder, seen = EngineFolder.open(engine), []
+    for share in shares:
+        folder.verify_hashes(seen.append, share)
+    assert sum(seen) == sum(tensor.bytes for tensor in folder.manifest.tensors.values())
+    for path in folder.manifest.files:
+        file = engine / path
+        kept = file.read_bytes()
+        file.write_bytes(bytes([kept[0] ^ 1]) + kept[1:])
+        found = []
+        for share in shares:
+            try:
+                folder.verify_hashes(share=share)
+            except DscError as error:
+                found.append(str(error))
+        assert len(found) == 1, path
+        assert str(file) in found[0]
+        file.write_bytes(kept)
+
+
 def test_tensors_are_mapped_not_read_and_writes_stay_private(engine):
     from safetensors.torch import load_file
 

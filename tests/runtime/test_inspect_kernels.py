@@ -15,15 +15,15 @@ KERNEL: dict[str, Any] = {
     "remedy": "", "allowed": "", "dynamic_shared_bytes": 98816, "threads": 128, "bytes": 13670,
     "launches": {"main.decode": {"1": 5, "16": 0}, "sample": {"1": 0, "16": 0}},
 }  # fmt: skip
-STEP = {
+STEP: dict[str, Any] = {
     "graph": "main.decode", "tokens": 1, "launches": 12, "kinds": {"kernel": 11, "gemm": 1},
     "parts": {"embed_tokens": 1, "layers.0": 2, "layers.1": 4, "layers.2": 4, "lm_head": 1},
 }  # fmt: skip
 
 
-def printed(*kernels: dict[str, Any]) -> str:
+def printed(*kernels: dict[str, Any], step: dict[str, Any] = STEP) -> str:
     out = io.StringIO()
-    show_kernels(kernels, [STEP], Console(file=out))
+    show_kernels(kernels, [step], Console(file=out))
     return out.getvalue()
 
 
@@ -40,6 +40,14 @@ def test_a_kernel_and_a_step() -> None:
     assert "1 cubin, 13.67 kB, none spills" in text
     step = "main.decode 1 12 1 layer 0: 2, layers 1-2: 4 each, embed_tokens: 1, lm_head: 1"
     assert row_of(text, "main.decode") == step.split()
+
+
+def test_collectives_have_a_column_where_there_are_several_ranks() -> None:
+    assert "exchanges" not in printed(KERNEL)
+    step = {**STEP, "launches": 15, "kinds": {**STEP["kinds"], "collective": 3}}
+    text = printed(KERNEL, step=step)
+    assert "cuBLAS exchanges" in " ".join(text.split())
+    assert row_of(text, "main.decode")[:5] == ["main.decode", "1", "15", "1", "3"]
 
 
 def test_what_is_not_as_it_should_be() -> None:

@@ -95,6 +95,7 @@ def damage(path, value):
 
 STEP = ("nodes", 1, "variants", 0, "steps", 0)
 SCALED = ("nodes", 1, "variants", 0, "steps", 5)
+GATHER = ("nodes", 1, "variants", 0, "steps", 3)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,12 @@ SCALED = ("nodes", 1, "variants", 0, "steps", 5)
         ((*SCALED, "k"), 640, "steps[5] has scales and no size for them"),
         ((*SCALED, "n"), "T", "steps[5] has scales and no size for them"),
         ((*SCALED, "alpha"), 2, "steps[5] has scales and is no plain product"),
+        ((*GATHER, "dtype"), "float", "steps[3].dtype is unknown"),
+        ((*GATHER, "count"), "P", "steps[3].count reads a letter that has no bound"),
+        ((*GATHER, "count"), "T+1", "steps[3].source leaves far"),
+        ((*GATHER, "count"), -1, "steps[3].source leaves far"),
+        ((*GATHER, "destination", "offset"), 4, "steps[3].destination leaves far"),
+        ((*GATHER, "source", "offset"), -4, "steps[3].source leaves far"),
         (("nodes", 1, "variants", 0, "guard"), "T <", "variants[0].guard: "),
         (("nodes", 1, "variants", 0, "guard"), "Q < 2", "variants[0].guard reads a letter that has no bound"),
         (("nodes", 1, "variants", 0, "steps", 1, "steps", 1, "letter"), "I", "letter counts a loop around it"),

@@ -2,18 +2,23 @@
 
 As a program, with TRITON_INTERPRET=1 in the environment: `python -m support.interpreted_ops OP...` fails where an op
 differs. What is interpreted is what is lowered for sm_80 (sources, tiles, splits, work lists, arguments); decoding is plain
-instead of in assembly, and CUDA C++ cannot be interpreted: Moe, whose work list is made in it, is left out.
+instead of in assembly. CUDA C++ is not interpreted: Moe's work list is made by its source compiled for the CPU, at widths
+that no other source of it knows.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import importlib.resources
 import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +36,9 @@ from dsc.runtime.expressions import LETTERS, evaluate, parse_guard
 from dsc.runtime.program import Program
 from dsc.runtime.steps import Collective, Gemm, Kernel, Matrix, Pointer, Repeat, Scalar, Step
 from support.compare import compare
+from support.cuda_on_cpu import cuda_on_cpu
 from support.gpu import POISON, case_inputs, check_clear, node_program
+from support.moe_rows import check_moe_rows
 from support.op_cases import ACROSS_RANKS, CASES, Case, Draw, formats_of, model_widths
 
 FORMATS = ("bf16", "fp8", "fp8:ue8m0", "wint8", "wint4:128", "mixed")
@@ -39,7 +46,8 @@ QUANTIZE = ("fp8", "fp8:ue8m0")
 FEWER = {
     "Embedding": ("bf16",),
     "MlaAttention": ("bf16", "wint8"),
-}  # embeddings are not quantized; attention takes long
+    "Moe": ("bf16", "fp8", "fp8:ue8m0", "wint8", "wint4:64"),
+}  # embeddings are not quantized; attention takes long; experts have gate and up in one format
 TOKENS = (1, 3, 33)
 SMS = 4
 _DTYPES = {name: dtype for dtype, name in TRITON_TYPES.items()}
@@ -107,7 +115,9 @@ class InterpretedOp:
 
     def _launch(self, step: Kernel, letters: Mapping[str, int]) -> None:
         source = self.sources.by_name[step.cubin]
-        assert isinstance(source, TritonSource), f"{step.entry} is CUDA C++"
+        if isinstance(source, CudaSource):
+            self._compiled(source, step, letters)
+            return
         function = getattr(importlib.import_module(source.module), source.function)
         given: dict[str, Any] = dict(source.constants)
         for (name, type_), argument in zip(source.signature, step.arguments, strict=True):
@@ -120,6 +130,21 @@ class InterpretedOp:
                 given[name] = value if isinstance(value, float) else evaluate(value, letters)
         grid = tuple(evaluate(size, letters) for size in step.grid)
         function[grid](*[given[name] for name in function.arg_names])
+
+    def _compiled(self, source: CudaSource, step: Kernel, letters: Mapping[str, int]) -> None:
+        assert source.entry == "moe_plan", f"{source.entry} is CUDA C++"
+        path = importlib.resources.files(source.module.rpartition(".")[0]) / source.file
+        defines = tuple((name, int(value)) for name, value in source.defines)
+        threads, count = step.block[0], len(step.arguments)
+        call = cuda_on_cpu(Path(str(path)), source.entry, defines, threads, count, "static")
+        values = []
+        for argument in step.arguments:
+            if isinstance(argument, Pointer):
+                values.append(self.memory[argument.operand].data_ptr() + evaluate(argument.offset, letters))
+            else:
+                assert isinstance(argument, Scalar), argument
+                values.append(evaluate(argument.value, letters))
+        call(evaluate(step.grid[0], letters), *map(ctypes.c_void_p, values))
 
     def _collective(self, step: Collective, letters: Mapping[str, int]) -> None:
         assert (step.axis, step.reduce) == ("tensor", "sum"), step
@@ -159,7 +184,7 @@ def letters_of(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str
 
 def check(op: str, format_: str, dtype: torch.dtype, tokens: int, damaged: bool = False) -> None:
     """Raise AssertionError where the interpreted kernels leave the reference's tolerance; `damaged`: a few inputs are 0."""
-    with model_widths():
+    with nullcontext() if op == "Moe" else model_widths():
         case = CASES[op](Draw(tokens, dtype, format_, torch.Generator().manual_seed(tokens + 1)))
     compare_op(case, dtype, format_, tokens, damaged)
 
@@ -235,7 +260,11 @@ def compare_op(case: Case, dtype: torch.dtype, format_: str, tokens: int, damage
     if damaged:
         node.memory[next(iter(node.inputs))][:64] = 0
     for name, value in node().items():
-        compare(case, name, value, want[name], dtype, f"dsc.{case.op}.{name}, {tokens} tokens, {format_}, {dtype}")
+        what = f"dsc.{case.op}.{name}, {tokens} tokens, {format_}, {dtype}"
+        if case.op == "Moe":
+            check_moe_rows(value, want[name], case.operands, what)
+        else:
+            compare(case, name, value, want[name], dtype, what)
     return node
 
 

@@ -35,6 +35,13 @@ class PretendGpu:
     steps: list[int] = field(default_factory=list)
 
 
+def move_on_cpu(pieces: list[Any], device: torch.device) -> None:
+    """`load._move` where the device is the CPU."""
+    for piece in pieces:
+        packed = max(copy.packed_bytes for copy in piece.copies)
+        load._deliver(piece, torch.empty(piece.bytes, dtype=torch.uint8), torch.empty(packed, dtype=torch.uint8))
+
+
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, folder: EngineFolder) -> PretendGpu:
     """Have engines for sm_90a find a GPU. What its kernels would give, the CPU's ops do, from the stored weights."""
     gpu = PretendGpu()
@@ -74,15 +81,11 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, folder: EngineFolder) -> Preten
                 assert self._output(name, self._letters(inputs)).shape == rows.shape, name
             return outputs
 
-    def move(pieces: list[Any], device: torch.device) -> None:
-        for piece in pieces:
-            load._read(piece, piece.target)
-
     def load_tensors(root: Any, entries: Mapping[str, Any], device: torch.device) -> dict[str, torch.Tensor]:
         gpu.loaded.append(set(entries))
         return load.load_tensors(root, entries, device)
 
-    monkeypatch.setattr(load, "_move", move)
+    monkeypatch.setattr(load, "_move", move_on_cpu)
     monkeypatch.setattr(certify_gpu, "load_tensors", load_tensors)
     monkeypatch.setattr(certify_gpu, "CudaShared", Shared)
     monkeypatch.setattr(certify_gpu, "CudaExecutor", Bound)

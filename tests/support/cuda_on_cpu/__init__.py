@@ -12,15 +12,25 @@ from pathlib import Path
 
 @cache
 def cuda_on_cpu(
-    source: Path, entry: str, defines: tuple[tuple[str, int], ...], threads: int, pointers: int
+    source: Path, entry: str, defines: tuple[tuple[str, int], ...], threads: int, arguments: int, shared: str = ""
 ) -> Callable[..., int]:
-    """f(blocks, *pointers) of a kernel whose arguments are all pointers: the bytes it copied with memcpy_async. Needs g++."""
-    names = [f"p{i}" for i in range(pointers)]
+    """f(blocks, *arguments) of a kernel whose arguments are pointers and int, all passed as c_void_p: the bytes it copied with
+    memcpy_async. Needs g++.
+
+    shared  what `__shared__` is: nothing where it stands before `extern`, "static" where the kernel declares its own
+    """
+    names = [f"p{i}" for i in range(arguments)]
     text = "\n".join(
         [
             '#include "cuda.h"',
             "#include <cuda_pipeline.h>",
-            "struct Any { void* at; template <class T> operator T*() const { return static_cast<T*>(at); } };",
+            "struct Any {",
+            "    void* at;",
+            "    template <class T> operator T*() const { return static_cast<T*>(at); }",
+            "    operator int() const { return static_cast<int>(reinterpret_cast<intptr_t>(at)); }",
+            "};",
+            "#undef __shared__",
+            f"#define __shared__ {shared}",
             f'#include "{source.resolve()}"',
             f'extern "C" long long on_cpu(int blocks, {", ".join(f"void* {name}" for name in names)}) {{',
             "    copied_bytes = 0;",

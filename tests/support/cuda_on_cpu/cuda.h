@@ -23,8 +23,10 @@ using std::max;
 using std::min;
 
 struct Index { int x; };
-inline Index threadIdx, blockIdx;
+inline Index threadIdx, blockIdx, gridDim;
 struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(16) int4 { int x, y, z, w; };
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 uint4 memory[1 << 16];
 
 struct Meeting { int arrived = 0, round = 0; };
@@ -61,6 +63,17 @@ template <class T> T from_lane(T value, int lane) {
 template <class T> T __shfl_sync(unsigned, T value, int lane) { return from_lane(value, lane); }
 template <class T> T __shfl_xor_sync(unsigned, T value, int step) { return from_lane(value, threadIdx.x % 32 ^ step); }
 
+template <class T> T __shfl_up_sync(unsigned, T value, int step) {
+    const int lane = threadIdx.x % 32;
+    return from_lane(value, lane < step ? lane : lane - step);
+}
+
+inline unsigned __match_any_sync(unsigned, int value) {
+    unsigned same = 0;
+    for (int lane = 0; lane < 32; ++lane) same |= static_cast<unsigned>(from_lane(value, lane) == value) << lane;
+    return same;
+}
+
 inline unsigned __ballot_sync(unsigned, bool vote) {
     said[threadIdx.x] = vote;
     __syncwarp();
@@ -85,6 +98,7 @@ inline void enter() {
 // Runs `kernel` as blocks of `threads`. Memory shared by a block is full of what was there before.
 inline void launch(int blocks, int threads, const std::function<void()>& kernel) {
     body = kernel;
+    gridDim.x = blocks;
     for (int block = 0; block < blocks; ++block) {
         blockIdx.x = block;
         memset(memory, 0xA5, sizeof(memory));

@@ -1,0 +1,121 @@
+"""How the steps of a rank reach the other ranks: by torch's symmetric memory where the GPUs see each other's, else by NCCL."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+
+import torch
+
+from dsc.runtime.cuda import symmetric
+from dsc.runtime.cuda.call import Call
+from dsc.runtime.cuda.nccl import Nccl
+from dsc.runtime.cuda.symmetric import SymmetricMemory
+from dsc.runtime.errors import DscError
+from dsc.runtime.ranks.group import Group
+
+SYMMETRIC = True  # programs that measure NCCL change it, on every rank
+END_SECONDS, LOOK_SECONDS = 60.0, 0.01  # how long, and how often, to look for what waits after the end
+
+
+class Collectives:
+    """One rank's end of what all ranks do together, and the arena of its programs, which others may read.
+
+    Making one waits for all ranks, and tries each way once. What it is made for is decided here: no step takes another way.
+    """
+
+    def __init__(self, group: Group, device: torch.device, arena_bytes: int, where: str) -> None:
+        self.ranks, self._where = group.ranks, where
+        group.agree_least(1)  # nobody waits in NCCL for a rank that has failed before
+        self._nccl = Nccl(group, where)
+        self._symmetric = _symmetric_memory(group, device, arena_bytes)
+        if self._symmetric is None:
+            self.arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
+        else:
+            self.arena = self._symmetric.memory
+        self._stream: torch.cuda.Stream | None = None
+        self._try(group, device)
+        held = weakref.ref(self)
+        group.on_end(lambda: threading.Thread(target=_end, args=(held,), name="dsc end", daemon=True).start())
+
+    def on(self, stream: torch.cuda.Stream) -> None:
+        """All steps will run on this stream."""
+        self._stream = stream
+
+    def release(self) -> bool:
+        """After the end: let go on what waits for another rank. Whether anything still runs."""
+        if self._stream is None or self._stream.query():
+            return False
+        self._nccl.end()
+        if self._symmetric is not None:
+            self._symmetric.release()
+        return True
+
+    def describe(self) -> str:
+        """By which ways, for people."""
+        nccl = f"NCCL {self._nccl.version}"
+        return nccl if self._symmetric is None else f"symmetric memory, {nccl}"
+
+    def all_reduce(self, source: torch.Tensor, destination: torch.Tensor, reduce: str, spent: bool) -> Call:
+        """destination = the sum (or maximum) of all ranks' sources.
+
+        spent  nobody reads the source afterwards
+        """
+        shared = self._symmetric
+        if shared is not None and reduce == "sum" and source.dtype in symmetric.DTYPES and shared.holds(source):
+            return shared.all_reduce(source, destination, spent)
+        return lambda stream: self._nccl.all_reduce(source, destination, reduce, stream)
+
+    def all_gather(self, source: torch.Tensor, destination: torch.Tensor) -> Call:
+        """destination = all ranks' sources one after another."""
+        return lambda stream: self._nccl.all_gather(source, destination, stream)
+
+    def _try(self, group: Group, device: torch.device) -> None:
+        """One sum by each way, so that memory NCCL takes at its first call is taken before the cache is sized."""
+        own = torch.full((64,), float(group.rank + 1), device=device)
+        want = sum(range(1, group.ranks + 1))
+        found, gathered = torch.empty_like(own), torch.empty(group.ranks * 64, device=device)
+        stream = torch.cuda.current_stream(device)
+        self._nccl.all_reduce(own, found, "sum", stream.cuda_stream)
+        self._nccl.all_gather(own, gathered, stream.cuda_stream)
+        sums = {"NCCL": found, "NCCL, gathered": gathered.view(-1, 64).sum(0)}
+        if self._symmetric is not None:
+            (source, destination) = self.arena[:512].view(torch.float32).split(64)
+            source.copy_(own)
+            self._symmetric.all_reduce(source, destination, spent=True)(stream.cuda_stream)
+            sums["symmetric memory"] = destination
+        for way, total in sums.items():
+            if not bool((total == want).all()):
+                raise DscError(
+                    f"rank {group.rank} gets wrong sums from the others by {way}",
+                    where=self._where,
+                    wanted=f"{want} of 1 to {group.ranks}",
+                    got=str(total.tolist()),
+                )
+
+
+def _symmetric_memory(group: Group, device: torch.device, count: int) -> SymmetricMemory | None:
+    """None unless all ranks can have it: they decide alike."""
+    if not group.agree_least(int(SYMMETRIC and symmetric.can_share(group, device))):
+        return None
+    try:
+        memory = symmetric.allocate(max(count, 512), device)
+    except RuntimeError:  # nothing of torch's can be shared on this machine
+        memory = None
+    if not group.agree_least(int(memory is not None)) or memory is None:
+        return None
+    return SymmetricMemory(group, memory)
+
+
+def _end(collectives: weakref.ref[Collectives]) -> None:
+    """Free a thread that waits for the device, and that launches more before it hears of the end."""
+    until = time.monotonic() + END_SECONDS
+    while time.monotonic() < until:
+        held = collectives()
+        if held is None:
+            return
+        running = held.release()
+        del held
+        if not running:
+            time.sleep(LOOK_SECONDS)
