@@ -110,7 +110,7 @@ class Renumbered(dist.Store):
     def get(self, key: str) -> bytes:
         return self._store.get(self._key(key))
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         renamed = [self._key(key) for key in keys]
         if timeout is None:
             self._store.wait(renamed)
