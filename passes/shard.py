@@ -157,11 +157,13 @@ def _cut(site: Site) -> None:
 
 
 def _localize(node: Node, mesh: Mesh) -> None:
-    """Give a node the number of heads that a rank has."""
+    """Give a node the number of heads that a rank has, and over how many groups of ranks its experts are spread."""
     if op_name(node) in ("dsc.MlaAttention", "dsc.Qkv"):
         node.attrs["heads"] //= mesh.tensor
     if op_name(node) == "dsc.Qkv" and not node.attrs["q_lora"]:
         node.attrs["q_width"] //= mesh.tensor
+    if op_name(node) == "dsc.Moe" and mesh.expert > 1:
+        node.attrs["expert_groups"] = mesh.expert
 
 
 def _map_experts(router: Node, info: GraphInfo) -> None:

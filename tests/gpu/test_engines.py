@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.engines import Sequences, compile_tiny, compile_tiny_gpu, gpu_engine
-from support.quality import held_out
-from support.tolerances import ENGINE_LOGIT_GAPS
+from support.engines import compile_tiny, compile_tiny_gpu, gpu_engine
+from support.top_1 import check_top_1
 
 from dsc import runtime
 from dsc.compiler.targets import TARGETS, GpuTarget
-from dsc.runtime.engine import Engine
 from dsc.runtime.sampling import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -107,36 +105,9 @@ def test_memory_is_what_was_planned(folder: Path) -> None:
     assert peaks[1] <= peaks[0] + (1 << 20), peaks
 
 
-def logits_of(engine: Engine, texts: list[list[int]], chunk: int, phase: str) -> torch.Tensor:
-    """Logits of every token, `chunk` tokens of each text a step."""
-    steps = Sequences(engine, texts)
-    rows = []
-    while steps.done[0] < len(texts[0]):
-        rows.append(torch.stack([r.float().cpu() for r in steps.step([chunk] * len(texts), phase)]))
-    return torch.cat(rows, 1)
-
-
-def check_top_1(name: str, folder: Path, gpu: Engine) -> None:
-    """Fed the same tokens through prefill in chunks and through decode steps, the choices are the CPU engine's or near."""
-    cpu = runtime.load(compile_tiny(f"tiny-r1-{name}", folder))
-    texts = [window[:128] for window in held_out(2)]
-    wanted = logits_of(cpu, texts, 128, "prefill")
-    first, second = wanted.topk(2).values.unbind(-1)
-    wide = first - second > ENGINE_LOGIT_GAPS[name]
-    assert wide.float().mean() > 0.25  # else the choices say little
-    for chunk, phase in ((16, "prefill"), (1, "decode"), (2, "decode")):
-        got = logits_of(gpu, texts, chunk, phase)
-        assert torch.isfinite(got).all()
-        gap = wanted.max(-1).values - wanted.gather(-1, got.argmax(-1, keepdim=True))[..., 0]
-        agree = float((gap == 0).float().mean())
-        print(f"{name} {phase} {chunk}: top-1 {agree:.2%}, worst gap {float(gap.max()):.3f}")
-        assert not (gap[wide] > 0).any(), (name, phase, chunk)
-        assert float(gap.max()) < ENGINE_LOGIT_GAPS[name], (name, phase, chunk)
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_top_1_where_the_gap_is_wide(name: str, folder: Path) -> None:
-    check_top_1(name, folder, gpu_engine(f"tiny-r1-{name}", folder))
+    check_top_1(name, runtime.load(compile_tiny(f"tiny-r1-{name}", folder)), gpu_engine(f"tiny-r1-{name}", folder))
 
 
 @pytest.mark.parametrize("name", ["wint8", "wint4"])
@@ -152,4 +123,4 @@ def test_an_engine_of_ampere_sources(name: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(TARGETS, "sm_90a", Ampere)
     engine = gpu_engine(f"tiny-r1-{name}", tmp_path)
     assert not any(kernel["entry"].startswith("sm90") for kernel in engine.report["kernels"])
-    check_top_1(name, tmp_path, engine)
+    check_top_1(name, runtime.load(compile_tiny(f"tiny-r1-{name}", tmp_path)), engine)

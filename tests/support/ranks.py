@@ -20,18 +20,20 @@ from support.engines import ROOT, TINY_R1
 # Weights that two ranks cut in whole groups and blocks: the shared expert of tiny-r1 is 128 wide.
 CHANGES = {
     "fp32": ("", ""),
+    "bf16": ("", ""),
+    "wint8": ("", ""),
     "wint4": ("      kv_b:", "      shared_experts: {format: wint4, groups: [64, 32]}\n      kv_b:"),
     "fp8": ("skip: [embeddings, lm_head]", "skip: [embeddings, lm_head, shared_experts]"),
 }
 
 
-def compile_ranks(recipe: str, ranks: int, folder: Path) -> Path:
+def compile_ranks(recipe: str, ranks: int, folder: Path, target: str = "cpu") -> Path:
     """examples/tiny-r1 for a number of ranks, by a recipe changed as CHANGES says; returns the engine's folder."""
     text = (ROOT / "recipes" / f"tiny-r1-{recipe}.yaml").read_text()
     before, after = CHANGES[recipe]
     assert before in text
-    loaded = parse_recipe(text.replace(before, after, 1), where=f"{recipe}.yaml", name=recipe).override(None, ranks)
-    return compile_engine(loaded, model=str(TINY_R1), output=folder / f"{recipe}-{ranks}.engine").folder
+    loaded = parse_recipe(text.replace(before, after, 1), where=f"{recipe}.yaml", name=recipe).override(target, ranks)
+    return compile_engine(loaded, model=str(TINY_R1), output=folder / f"{recipe}-{ranks}-{target}.engine").folder
 
 
 def rank_processes(parent: int | None = None, folder: Path | str = "") -> list[psutil.Process]:
