@@ -25,6 +25,15 @@ class Message:
     tensors: tuple[torch.Tensor, ...] = ()
 
 
+def encode(kind: str, body: dict[str, Any] | None = None, tensors: Sequence[torch.Tensor] = ()) -> bytes:
+    """A message as it is sent."""
+    types = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
+    head = json.dumps([kind, body or {}, types]).encode()
+    parts = [_LENGTH.pack(len(head)), head]
+    parts += [tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
+    return b"".join(parts)
+
+
 class Channel:
     """One end of a connection. Any thread may send; one receives."""
 
@@ -38,14 +47,10 @@ class Channel:
         """For `selectors`."""
         return self._socket.fileno()
 
-    def send(self, kind: str, body: dict[str, Any] | None = None, tensors: Sequence[torch.Tensor] = ()) -> None:
+    def send(self, message: bytes) -> None:
         """Raises OSError when the other end is gone."""
-        types = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
-        head = json.dumps([kind, body or {}, types]).encode()
-        parts = [_LENGTH.pack(len(head)), head]
-        parts += [tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
         with self._sending:
-            self._socket.sendall(b"".join(parts))
+            self._socket.sendall(message)
 
     def receive(self) -> Message | None:
         """The next message; None when the other end is gone. Raises ValueError on what is no message."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dsc.runtime.errors import DscError
-from dsc.runtime.ranks.channel import Channel, Message
+from dsc.runtime.ranks.channel import Channel, Message, encode
 from dsc.runtime.ranks.processes import END_SECONDS, Children
 
 PATIENCE = 10.0  # seconds until a failure that some ranks met and others did not ends the engine
@@ -134,7 +134,7 @@ class Followers:
         if ended is None:
             for channel in self._channels.values():
                 with suppress(OSError):
-                    channel.send("close")
+                    channel.send(encode("close"))
             with self._changed:
                 seconds = 0.0 if listening else END_SECONDS
                 self._changed.wait_for(lambda: len(self._left) == len(self._channels), seconds)
@@ -194,9 +194,10 @@ class Followers:
     # -- the end
 
     def _send(self, kind: str, body: dict[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
+        message = encode(kind, body, tensors)
         for rank, channel in self._channels.items():
             try:
-                channel.send(kind, body, tensors)
+                channel.send(message)
             except OSError:
                 self._end(self._gone(rank))
         self.check()

@@ -16,7 +16,7 @@ from dsc.runtime.bench import measure
 from dsc.runtime.bench_points import Plan
 from dsc.runtime.engine import Engine
 from dsc.runtime.errors import DscError
-from dsc.runtime.ranks.channel import Channel, Message
+from dsc.runtime.ranks.channel import Channel, Message, encode
 from dsc.runtime.ranks.followers import failure_text
 from dsc.runtime.ranks.loop import RankLoop
 from dsc.runtime.ranks.words import read_batch, read_request
@@ -37,7 +37,7 @@ class Leader:
 
     def tell(self, kind: str, body: dict[str, Any] | None = None) -> None:
         """Answer it."""
-        self._channel.send(kind, body)
+        self._channel.send(encode(kind, body))
 
     def agree_least(self, number: int) -> int:
         """See `dsc.runtime.ranks.group.Group`."""

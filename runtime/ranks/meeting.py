@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.errors import DscError, raise_all
-from dsc.runtime.ranks.channel import Channel
+from dsc.runtime.ranks.channel import Channel, encode
 from dsc.runtime.ranks.launch import Launch
 
 SECONDS = 300.0  # that ranks may come apart
@@ -96,11 +96,11 @@ class Door:
         try:
             self._wait(found, build, where, alive, time.monotonic() + (SECONDS if seconds is None else seconds))
             for channel in found.values():
-                channel.send("welcome", words)
+                channel.send(encode("welcome", words))
         except BaseException as error:
             for channel in found.values():
                 with suppress(OSError):
-                    channel.send("refused", {"text": str(error)})
+                    channel.send(encode("refused", {"text": str(error)}))
                 channel.close()
             raise
         finally:
@@ -151,7 +151,7 @@ def knock(store: dist.Store, launch: Launch, build: Build, where: str) -> tuple[
         host, _, port = store.get(_LEADER).decode().rpartition(" ")
         channel = Channel(socket.create_connection((host, int(port)), timeout=SECONDS))
         channel.set_timeout(None)
-        channel.send("hello", {"rank": launch.rank, "build": asdict(build)})
+        channel.send(encode("hello", {"rank": launch.rank, "build": asdict(build)}))
     except (OSError, RuntimeError) as error:  # a RuntimeError of torch when a wait is over
         raise DscError(f"rank 0 did not come within {SECONDS:.0f} s", where=where, got=str(error)) from error
     answer = channel.receive()

@@ -10,6 +10,7 @@ from dsc.plugins.formats import parse_format
 from dsc.runtime.errors import DscError
 from dsc.runtime.executor import Executor
 from dsc.runtime.program import Operand, Program, ProgramNode
+from dsc.runtime.shards import Cut, Place, shard_shape
 from dsc.runtime.weights import Weights
 
 T, D, F = 6, 32, 64
@@ -136,6 +137,37 @@ def test_weights_are_kept_once_for_all_programs():
     x = torch.randn(2, D)
     results = [program.run({"x": x})["y"] for program in programs]
     assert torch.equal(*results)
+
+
+def test_ranks_have_their_parts_of_the_weights():
+    """Their products with rows of gate and up, and columns of down, add up to the whole; parts are kept once, too."""
+    w, whole = weights(), mlp_program()
+    cuts = {
+        "w.gate": (Cut(0, "tensor", F // 2),),
+        "w.up": (Cut(0, "tensor", F // 2),),
+        "w.down": (Cut(1, "tensor", F // 2),),
+    }
+    operands = {
+        name: replace(o, shape=shard_shape(o.shape, cuts[name]), bytes=o.bytes // 2, cuts=cuts[name]) if name in cuts
+        else replace(o, shape=("T", F // 2), bytes=o.bytes // 2) if name in ("g", "u", "s")
+        else o
+        for name, o in whole.operands.items()
+    }  # fmt: skip
+    x = torch.randn(2, D, generator=torch.Generator().manual_seed(1))
+    total = torch.zeros(2, D)
+    for rank in range(2):
+        shared = Weights(Table(w), Place(rank, 2, 2))
+        programs = [Executor(replace(whole, name=name, operands=operands), Table(w), shared=shared) for name in "ab"]
+        assert shared.resident_bytes <= 4 * (D + 3 * D * F // 2) * 1.05
+        results = [program.run({"x": x})["y"] for program in programs]
+        assert torch.equal(*results)
+        total += results[0]
+    torch.testing.assert_close(total, expected(x, w), atol=1e-5, rtol=1e-5)
+    # Two parts of one tensor are two weights.
+    both = replace(whole.operands["w.norm"], cuts=(Cut(0, "tensor", D // 2),), shape=(D // 2,), bytes=2 * D)
+    shared = Weights(Table(w), Place(1, 2, 2))
+    assert torch.equal(shared.constant(both), w["norm"][D // 2 :])
+    assert torch.equal(shared.constant(whole.operands["w.norm"]), w["norm"])
 
 
 def test_stored_weights_are_let_go_after_packing():

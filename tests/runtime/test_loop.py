@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.toy_loop import VOCAB, ToyEngine, greedy_text
 
+from dsc.runtime.errors import DscError
+
 PROMPTS = [[5], [7, 8, 9], list(range(2, 31)), [3] * 17, [11, 12] * 10]
 
 
@@ -215,3 +217,30 @@ def test_logprobs_are_of_the_models_own_logits():
         values, ids = expected.topk(3)
         assert [i for i, _ in entry.top] == ids.tolist()
         assert [v for _, v in entry.top] == pytest.approx(values.tolist(), abs=1e-5)
+
+
+def test_a_request_that_leaves_while_another_thread_takes_requests_in():
+    """It came before it left, so it is let go and not served."""
+    engine = ToyEngine()
+    request = engine.request([5, 6])
+    engine.loop.submit(request)
+    engine.loop.cancel(request)
+    engine.loop.settle()
+    assert request.finish_reason == "cancelled"
+    assert engine.say([[7]], max_new=2)
+    assert request.tokens == [5, 6]
+    assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
+
+
+def test_a_closed_loop_serves_nobody():
+    engine = ToyEngine()
+    started, late = engine.request([5], max_new=9), engine.request([6])
+    engine.loop.submit(started)
+    engine.loop.drive(started)
+    engine.loop.close()
+    for serve in (lambda: engine.loop.drive(started), lambda: engine.loop.submit(late)):
+        with pytest.raises(DscError, match="the engine is closed"):
+            serve()
+    engine.loop.cancel(started)
+    engine.loop.settle()
+    assert engine.cache.pool.num_free == engine.cache.pool.num_blocks

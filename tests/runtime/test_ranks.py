@@ -192,15 +192,16 @@ def test_the_command_under_torchrun(fp32: Engine, two_folder: Path) -> None:
 
 def test_four_ranks_with_little_cache_and_without_reuse(fp32: Engine, tmp_path: Path) -> None:
     folder = compile_ranks("fp32", 4, tmp_path)
-    wanted = fp32.generate(PROMPTS[:8], max_tokens=64, **GREEDY)
+    wanted = fp32.generate(PROMPTS[:8], max_tokens=48, **GREEDY)
     with runtime.load(folder, cache_tokens=256, prefix_reuse=False) as four:
-        got = four.generate(PROMPTS[:8], max_tokens=64, **GREEDY)
+        got = four.generate(PROMPTS[:8], max_tokens=48, **GREEDY)
         assert four.loop.scheduler.preempted > 0
         assert four.cache.pool.num_free == four.cache.pool.num_blocks == 4
         measured = measure(four, Plan([1, 2], [64], steps=2, nodes=True))
         assert [point["batch"] for point in measured["decode"]] == [1, 2]
         assert measured["weight_bytes"] == four.resident_weight_bytes()
-        processes = rank_processes()
+        processes = rank_processes(folder=folder)
+        assert len(processes) == 3
         threading.Timer(0.3, processes[-1].kill).start()
         with pytest.raises(DscError, match=r"rank 3 of the engine has ended\n  got  killed by SIGKILL"):
             four.generate(PROMPTS[:8], max_tokens=100, **GREEDY)

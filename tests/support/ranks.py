@@ -36,12 +36,13 @@ def compile_ranks(recipe: str, ranks: int, folder: Path, target: str = "cpu") ->
     return compile_engine(loaded, model=str(TINY_R1), output=folder / f"{recipe}-{ranks}-{target}.engine").folder
 
 
-def rank_processes(parent: int | None = None) -> list[psutil.Process]:
-    """The processes that a leader started, by default those of this process."""
+def rank_processes(parent: int | None = None, folder: Path | str = "") -> list[psutil.Process]:
+    """The processes that a leader started, by default this process; of one engine, if a folder is given."""
     found = []
     for child in psutil.Process(parent).children():
         try:
-            if "dsc.runtime.ranks.follow" in child.cmdline():
+            command = child.cmdline()
+            if "dsc.runtime.ranks.follow" in command and str(folder) in command[-1]:
                 found.append(child)
         except psutil.NoSuchProcess:
             continue
