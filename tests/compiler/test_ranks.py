@@ -424,6 +424,8 @@ def test_what_cannot_be_cut_is_refused_before_any_work(tmp_path: Path) -> None:
     text = refusal("compile", "--recipe", "tiny-r1-fp8", "--ranks", "2", "--output", output)
     assert "parallel {tensor: 2, expert: 2, pipeline: 1} cannot split this model" in text
     assert "mlp.shared_experts.down_proj.weight  128 columns = 2 x 64, not in whole blocks of 128" in text
+    assert "{tensor: 1, expert: 1}; or for shared_experts a format without groups and blocks: wint8, bf16" in text
     text = refusal("compile", "--recipe", "tiny-r1-fp32", "--ranks", "3", "--output", output)
     assert "heads 4 = 3 x 1 + 1" in " ".join(text.split())
+    assert "a format" not in text
     assert not list(tmp_path.iterdir())
