@@ -396,7 +396,7 @@ def refusals() -> Iterator[tuple[Recipe, list[str]]]:
     )
 
 
-@pytest.mark.parametrize(("given", "told"), refusals())
+@pytest.mark.parametrize(("given", "told"), list(refusals()))
 def test_what_is_not_built_is_refused_by_name(given: Recipe, told: list[str]) -> None:
     with pytest.raises(DscError) as caught:
         check_buildable(given)
