@@ -37,8 +37,8 @@ def download_checkpoint(model: str, *, recipe: Recipe, output: Path) -> Path:
 
     output  the engine's folder, for which there must be room too
     raises  DscError where the hub refuses; and, with no weights fetched, for a config that is not supported, a recipe that
-            does not fit or whose ranks cannot share the weights, missing or unknown tensors, a tokenizer that cannot be read, an output that cannot become an
-            engine, a disk without room
+            does not fit or whose ranks cannot share the weights, missing or unknown tensors, a tokenizer that cannot be
+            read, an output that cannot become an engine, a disk without room
     """
     folder = fetch(model, SMALL_FILES)
     source = read_source(str(folder), recipe)
