@@ -15,6 +15,7 @@ import psutil
 
 from dsc.compiler.build import compile_engine
 from dsc.compiler.recipe import parse_recipe
+from support.builds import hear_interrupts
 from support.engines import ROOT, TINY_R1
 
 # Weights that two ranks cut in whole groups and blocks: the shared expert of tiny-r1 is 128 wide.
@@ -75,6 +76,7 @@ def start(script: str, *arguments: object, given: dict[str, str] | None = None) 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=hear_interrupts,
         env={**os.environ, "OMP_NUM_THREADS": "1", **(given or {})},
     )
 
