@@ -136,6 +136,12 @@ class Door:
                 continue
             channel.set_timeout(None)
             rank, theirs = hello.body["rank"], Build(**hello.body["build"])
+            if rank in found or not 0 < rank < self._ranks:
+                channel.send(encode("refused", {"text": f"rank {rank} is here already, or no rank"}))
+                channel.close()
+                wanted = f"ranks 1 to {self._ranks - 1}, one process each"
+                faults.append(DscError(f"a second process is rank {rank}", where=where, wanted=wanted))
+                break
             found[rank] = channel
             faults += _differences(rank, theirs, build, where)
         raise_all(f"{where}: the ranks do not belong together", faults)

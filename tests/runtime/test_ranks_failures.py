@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from support.ranks import compile_ranks, environment, free_port, rank_processes, start, wait_for, wait_until_gone
@@ -25,6 +24,7 @@ from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.engine import Engine
 from dsc.runtime.errors import DscError
 from dsc.runtime.ranks import followers, meeting
+from dsc.runtime.ranks.launch import Launch
 
 LONG = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 1500}
 LOADS = """
@@ -113,6 +113,27 @@ def test_a_rank_that_does_not_come_is_named(
     monkeypatch.setenv("LOCAL_RANK", "")
     with pytest.raises(DscError, match="got     RANK 1, WORLD_SIZE 3, LOCAL_RANK not set"):
         runtime.load(folder)
+
+
+def test_a_second_process_of_a_rank_is_refused(folder: Path) -> None:
+    build = meeting.Build.of(EngineFolder.open(folder))
+    store = meeting.home_store()
+    door = meeting.Door(store, Launch(0, 3, 0, 3))
+    told: list[str] = []
+
+    def come() -> None:
+        with pytest.raises(DscError) as error:
+            meeting.knock(meeting.home_store_at(store.port), Launch(1, 3, 1, 3), build, "there")
+        told.append(error.value.got)
+
+    threads = [threading.Thread(target=come) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    with pytest.raises(DscError, match=r"a second process is rank 1\n  wanted  ranks 1 to 2, one process each"):
+        door.welcome(build, {}, "here")
+    for thread in threads:
+        thread.join()
+    assert sorted(text.split()[0] for text in told) == ["here:", "rank"]
 
 
 def test_a_process_that_dies_before_it_comes_is_told_with_what_it_wrote(
@@ -205,9 +226,10 @@ def test_a_leader_that_fails_alone_ends_the_engine(
 
 
 def test_ways_to_end(folder: Path, rank_1: Callable[..., subprocess.Popen[str]]) -> None:
-    """Closed: the rank that torchrun started exits with 0."""
-    process = rank_1(folder)
+    """Closed: the rank that torchrun started exits with 0. It had the least memory, which the cache is made for."""
+    process = rank_1(folder, "import dsc.runtime.engine as e; e.choose_num_blocks = lambda *a, **o: 7")
     with runtime.load(folder) as engine:
+        assert engine.cache.pool.num_blocks == 7
         stream = engine.stream("def ", **LONG)
         next(stream)
     assert process.wait(20) == 0
@@ -276,5 +298,4 @@ def test_a_killed_leader_leaves_nobody(folder: Path, when: str) -> None:
     os.kill(leader.pid, signal.SIGKILL)
     leader.wait()
     leader.stdout.close()
-    psutil.wait_procs(processes, timeout=5)
-    assert [process for process in processes if process.is_running()] == []
+    wait_until_gone(processes)
