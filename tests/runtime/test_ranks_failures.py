@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +25,8 @@ from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.engine import Engine
 from dsc.runtime.errors import DscError
 from dsc.runtime.ranks import followers, meeting
+from dsc.runtime.ranks.channel import Channel, encode
+from dsc.runtime.ranks.interrupts import held_interrupts
 from dsc.runtime.ranks.launch import Launch
 
 LONG = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 1500}
@@ -102,7 +105,7 @@ def test_a_rank_that_does_not_come_is_named(
     folder: Path, rank_1: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(meeting, "SECONDS", 0.5)
-    with pytest.raises(DscError, match=r"rank 1 did not come within (0|1) s\n  wanted  2 ranks.*\n  got     rank 0$"):
+    with pytest.raises(DscError, match=r"rank 1 did not come within 0 s\n  wanted  2 ranks.*\n  got     rank 0$"):
         runtime.load(folder)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(DscError, match="rank 0 did not come within"):
@@ -220,6 +223,45 @@ def test_a_leader_that_fails_alone_ends_the_engine(
     ):
         engine.generate(["def "], **LONG)
     assert process.wait(20) == 1
+
+
+def test_an_interrupt_is_held_until_all_ranks_are_done() -> None:
+    done: list[int] = []
+
+    def press(times: int) -> None:
+        with held_interrupts():
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+            done.append(times)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for times in (1, 2):
+            with pytest.raises(KeyboardInterrupt):
+                press(times)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done == [1]  # a second one is not held
+
+
+def test_messages_arrive_as_they_were_sent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = Channel(socket.create_connection(server.getsockname()))
+        receiver = Channel(server.accept()[0])
+    tensors = [torch.randn(3, 5).bfloat16(), torch.arange(4)[::2], torch.zeros(0, 7), torch.tensor(True)]
+    sender.send(encode("kind", {"text": "\udc80 ü", "numbers": [1, 2.5]}, tensors))
+    message = receiver.receive()
+    assert message is not None
+    assert (message.kind, message.body) == ("kind", {"text": "\udc80 ü", "numbers": [1, 2.5]})
+    for got, sent in zip(message.tensors, tensors, strict=True):
+        assert got.dtype is sent.dtype
+        assert torch.equal(got, sent)
+    sender.send(b"\0" * 7 + b"\2no")
+    assert receiver.receive() is None
+    sender.close()
+    assert receiver.receive() is None
+    receiver.close()
 
 
 # -- the end
