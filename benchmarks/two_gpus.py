@@ -1,6 +1,6 @@
 """Decode and prefill of an engine of several ranks beside the engine of one rank, on the GPUs of one machine.
 
-    dsc compile --recipe r1-fp8 --weights random --layers 3 --target sm_90a --output one.engine
+    dsc compile --recipe r1-fp8 --weights random --layers 3 --target sm_90a --ranks 1 --output one.engine
     dsc compile --recipe r1-fp8 --weights random --layers 3 --target sm_90a --ranks 2 --output two.engine
     python benchmarks/two_gpus.py one.engine two.engine [--batch 1,16,64,128,256] [--context 4096] [--steps 16]
         [--prefill] [--ways one,symmetric,nccl] [--json FILE]

@@ -113,7 +113,8 @@ class JsonFields:
             return None
         if fits(value):
             return value
-        close = nearest(value, known) if isinstance(value, str) and len(known) > 1 else ""
+        words = [word for word in known if isinstance(word, str)]
+        close = nearest(value, words) if isinstance(value, str) and len(words) > 1 else ""
         hint = f", nearest {show(close)}" if close else ""
         self.fault(f"{self.name(key)} is {show(value)}, wanted {wanted}{hint}")
         return None

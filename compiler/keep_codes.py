@@ -1,6 +1,6 @@
 """Store a packed matrix as wint4 with its own codes: only its scales are rounded, to bfloat16, where those do not hold them.
 
-Values that lie on a grid of 16 steps fit no other such grid: rounding them again would cost what the first rounding did.
+Values that lie on a grid of 16 steps fit no other such grid: rounding them again costs half of what the first rounding did.
 
 Legend: N rows, K columns of a matrix; G groups of wint4.
 """

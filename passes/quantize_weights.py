@@ -23,6 +23,7 @@ from dsc.compiler.ir.graph import (
     weight_class_of,
 )
 from dsc.compiler.ir.rewrite import Pass, Report
+from dsc.compiler.ir.simplify import loses_codes
 from dsc.compiler.ir.weight import WEIGHT_CLASSES, Quantize
 from dsc.plugins.formats import Format
 from dsc.plugins.schema import Weight
@@ -119,6 +120,10 @@ class QuantizeWeights(Pass):
             ue8m0 = info.spec.source.scale_fmt == "ue8m0"
             choice, plain = self.choice(weight_class_of(tensor), info.model), _plain(node)
             format_, why = choice.format_of(tensor.shape[-1], plain, ue8m0) if choice else (plain, "")
+            if group := loses_codes(expression_of(tensor), str(format_)):
+                what = f"{weight_class_of(tensor)} {operand.name} is stored as {format_}"
+                told = f"the source's symmetric 4-bit codes in groups of {group} are rounded again; groups of {group} keep them"
+                report.notice(node, f"{what}: {told}")
             stored[tensor.name] = Stored(format_, why, _parts(tensor, format_))
         result = stored[tensor.name]
         node.attrs[operand.format_attribute] = str(result.format)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dsc.runtime.batch import Batch, Segment
-from dsc.runtime.bench_floor import StepFacts, independent_hits, step_floor
+from dsc.runtime.bench_floor import StepFacts, step_floor
 from dsc.runtime.bench_nodes import node_times
 from dsc.runtime.bench_points import PrefillNodes, PrefillPoint
 from dsc.runtime.bench_routing import experts_hit, spreads
@@ -43,12 +43,12 @@ class PrefillBench:
     def measure(self, batch: int, context: int) -> PrefillPoint:
         """`batch` prompts of `context` tokens, all of them until the last one's logits."""
         engine = self._bench.engine
-        limits, spec = engine.manifest.limits, engine.spec
+        limits = engine.manifest.limits
         prompts = max(1, min(batch, limits.batch_tokens // context, limits.sequences, self._bench.room(context)))
         repeats, rest = divmod(batch, prompts)
         full = self._time(prompts, context)
         parts = [full] * repeats + ([self._time(rest, context)] if rest else [])
-        independent = independent_hits(spec.num_experts, spec.experts_per_token, prompts * self._chunks(context)[0][1])
+        independent = self._bench.independent(prompts * self._chunks(context)[0][1])
         floors = [part.floor for part in parts if part.floor is not None]
         return PrefillPoint(
             batch=batch,

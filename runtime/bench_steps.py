@@ -37,7 +37,7 @@ from dsc.runtime.errors import DscError
 from dsc.runtime.program import layer_of
 
 WARM_STEPS = 2
-ROUTING_STEPS = 16  # whose experts are counted: a layer's mean of fewer strays from what independent routing hits
+ROUTING_STEPS = 16  # whose experts are counted: a layer's mean of fewer strays from what independent routing hits, a rank's part of it more so
 
 
 class Bench:
@@ -53,6 +53,15 @@ class Bench:
         for cache in engine.cache.tensors.values():
             cache.view(getattr(torch, engine.manifest.kv_cache.dtype)).normal_(generator=latents)
 
+    def independent(self, tokens: int) -> float:
+        """Experts of this rank that so many tokens reach by independent routing."""
+        spec = self.engine.spec
+        return independent_hits(spec.num_experts, spec.experts_per_token, tokens) / self._expert_groups
+
+    @property
+    def _expert_groups(self) -> int:
+        return self.engine.manifest.parallel.expert  # each has its own experts, and counts no others
+
     # -- decode
 
     def decode(self, batch: int, context: int, plan: Plan) -> DecodePoint:
@@ -61,11 +70,11 @@ class Bench:
             return self._decode(batch, context, blocks, plan)
 
     def _decode(self, batch: int, context: int, blocks: list[list[int]], plan: Plan) -> DecodePoint:
-        program, spec = self.engine.programs["main.decode"].program, self.engine.spec
+        program = self.engine.programs["main.decode"].program
         times, busy = self._step_times(context, blocks, WARM_STEPS + plan.steps)
-        draws = (self._batch(context, blocks).inputs() for _ in range(ROUTING_STEPS))
+        draws = (self._batch(context, blocks).inputs() for _ in range(ROUTING_STEPS * self._expert_groups))
         hits = experts_hit(self.engine.backend, program, self.engine.cache.tensors, draws)
-        independent = independent_hits(spec.num_experts, spec.experts_per_token, batch)
+        independent = self.independent(batch)
         facts = StepFacts.decode(batch, context, hits)
         floors: dict[str, float] = {}
         if self.rates is not None:

@@ -93,6 +93,16 @@ def passes_codes(x: DequantizePacked, format_: str) -> bool:
     return _holds_codes(x, format_) and x.zeros is None and x.scales.dtype == "bfloat16"
 
 
+def loses_codes(x: Expression, format_: str) -> int:
+    """Columns of the groups of symmetric 4-bit codes that wint4 could keep and this format of it does not; 0 for none."""
+    if isinstance(x, Stack | Concat):
+        return next((group for part in x.parts if (group := loses_codes(part, format_))), 0)
+    if not isinstance(x, DequantizePacked) or x.zeros is not None or x.packing.bits != 4:
+        return 0
+    keeps = _holds_codes(x, format_) or parse_format(format_).kind != "wint4"
+    return 0 if keeps else x.packing.group
+
+
 def _holds_codes(x: DequantizePacked, format_: str) -> bool:
     parsed = parse_format(format_)
     group = x.packing.group or x.shape[1]

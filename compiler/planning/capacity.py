@@ -104,8 +104,10 @@ def step_memory(spec: ModelSpec, recipe: Recipe, mesh: Mesh, batch_tokens: int, 
     splits = () if spec.tie_word_embeddings else splits_of(spec, HEAD, "lm_head", mesh)
     logits = sum(split.part(spec.vocab_size) for split in splits) * rows * LOGIT_BYTES  # of one rank, to be gathered
     io = rows * spec.vocab_size * LOGIT_BYTES + batch_tokens * hidden * size
-    arena = (max(ops) + _scratch_values(spec, recipe, mesh)) * batch_tokens * size
-    return StepMemory(max(arena, logits), io)
+    arena = max(max(ops) * batch_tokens * size, logits)
+    scratch = _scratch_values(spec, recipe, mesh) * batch_tokens * size
+    gathered = 0 if recipe.target == "cpu" else mesh.tensor * logits
+    return StepMemory(arena + max(scratch, gathered), io)
 
 
 def _scratch_values(spec: ModelSpec, recipe: Recipe, mesh: Mesh) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from dsc.compiler.fit import check_fit
 from dsc.compiler.ir.mesh import Mesh
 from dsc.compiler.ir.weight import DTYPE_BYTES
-from dsc.compiler.planning.build_cost import BuildCost, build_cost
+from dsc.compiler.planning.build_cost import LINEAR, BuildCost, build_cost
 from dsc.compiler.planning.capacity import Fit, Stage, fit, make_stages
 from dsc.compiler.planning.gpus import find_gpu, gpus_of
 from dsc.compiler.planning.measured import load_table
@@ -20,6 +20,7 @@ from dsc.compiler.planning.sharding import allowed_meshes, check_parallel, unbui
 from dsc.compiler.planning.source import Source, read_source
 from dsc.compiler.planning.weights import PlannedWeight, planned_weights
 from dsc.compiler.recipe import Recipe
+from dsc.compiler.tensor_names import TensorNames
 from dsc.runtime.bench_floor import RATES
 from dsc.runtime.manifest import Serving
 from dsc.runtime.spec import ModelSpec
@@ -132,7 +133,7 @@ def make_plan(
         rates=tuple(_rates(spec, recipe, weights, mesh, item) for item in fits if item.serving),
         serving=serving_settings(spec, recipe),
         build=build_cost(spec, weights, source.bytes),
-        notes=(*source.notes, *unbuilt(recipe.parallel), *_format_notes(weights)),
+        notes=(*source.notes, *unbuilt(recipe.parallel), *_format_notes(weights), *_rounded_again(spec, weights)),
     )
 
 
@@ -153,6 +154,26 @@ def _token_bytes(spec: ModelSpec, recipe: Recipe) -> dict[str, int]:
 def _format_notes(weights: Iterable[PlannedWeight]) -> list[str]:
     """Weights whose format is not the recipe's first choice."""
     return [f"{w.name}: stored as {w.format_name}, {w.why}" for w in weights if w.why]
+
+
+def _rounded_again(spec: ModelSpec, weights: Iterable[PlannedWeight]) -> list[str]:
+    """Classes of symmetric 4-bit codes that wint4 could keep in other groups (dsc.compiler.keep_codes)."""
+    packing, names = spec.source.packing, TensorNames(spec)
+    if packing is None or packing.zeros or packing.bits != 4 or not packing.group:
+        return []
+    found: dict[tuple[str, str], None] = {}
+    for weight in weights:
+        format_, layer = weight.format, weight.layers[0] if weight.layers else 0
+        if weight.weight_class not in LINEAR or format_ is None or format_.kind != "wint4":
+            continue
+        module = weight.name.format(layer).removesuffix(".weight").replace(".experts.", ".experts.0.")
+        if packing.group % format_.group and names.packs(module):
+            found[weight.weight_class, str(format_)] = None
+    return [
+        f"{weight_class}: symmetric 4-bit codes in groups of {packing.group} are rounded again for {format_}; "
+        f"groups of {packing.group} keep them"
+        for weight_class, format_ in found
+    ]
 
 
 def _rates(spec: ModelSpec, recipe: Recipe, weights: Sequence[PlannedWeight], mesh: Mesh, item: Fit) -> Prediction:

@@ -17,6 +17,7 @@ from dsc.runtime.ranks.group import Group
 
 SYMMETRIC = True  # programs that measure NCCL change it, on every rank
 END_SECONDS, LOOK_SECONDS = 60.0, 0.01  # how long, and how often, to look for what waits after the end
+NCCL_SECONDS = 0.5  # until NCCL is ended too, which takes calls that may wait for the device
 
 
 class Collectives:
@@ -43,13 +44,14 @@ class Collectives:
         """All steps will run on this stream."""
         self._stream = stream
 
-    def release(self) -> bool:
-        """After the end: let go on what waits for another rank. Whether anything still runs."""
+    def release(self, nccl: bool) -> bool:
+        """After the end: let go on what waits for another rank, in NCCL too if it comes to that. Whether anything runs."""
         if self._stream is None or self._stream.query():
             return False
-        self._nccl.end()
         if self._symmetric is not None:
             self._symmetric.release()
+        if nccl or self._symmetric is None:
+            self._nccl.end()
         return True
 
     def describe(self) -> str:
@@ -110,12 +112,12 @@ def _symmetric_memory(group: Group, device: torch.device, count: int) -> Symmetr
 
 def _end(collectives: weakref.ref[Collectives]) -> None:
     """Free a thread that waits for the device, and that launches more before it hears of the end."""
-    until = time.monotonic() + END_SECONDS
-    while time.monotonic() < until:
+    began = time.monotonic()
+    while time.monotonic() < began + END_SECONDS:
         held = collectives()
         if held is None:
             return
-        running = held.release()
+        running = held.release(nccl=time.monotonic() > began + NCCL_SECONDS)
         del held
         if not running:
             time.sleep(LOOK_SECONDS)

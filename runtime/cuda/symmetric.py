@@ -6,6 +6,7 @@ each rank in the order of the ranks. (With multicast the order would be the swit
 
 from __future__ import annotations
 
+import os
 import re
 import uuid
 import weakref
@@ -35,6 +36,9 @@ class SymmetricMemory:
         self._group = dist.ProcessGroup(self._store, group.rank, group.ranks)
         c10d._register_process_group(self._name, self._group)  # type: ignore[arg-type]
         weakref.finalize(self, c10d._unregister_process_group, self._name)  # type: ignore[arg-type]
+        os.environ.setdefault(
+            "TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"
+        )  # which nothing here uses, and takes the switch's room
         self._handle = c10d._SymmetricMemory.rendezvous(memory, self._name)
         self._side = torch.cuda.Stream(memory.device)
         with torch.cuda.stream(self._side):  # a kernel that is first used while another waits might wait for that one
@@ -110,7 +114,7 @@ class Renumbered(dist.Store):
     def get(self, key: str) -> bytes:
         return self._store.get(self._key(key))
 
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         renamed = [self._key(key) for key in keys]
         if timeout is None:
             self._store.wait(renamed)

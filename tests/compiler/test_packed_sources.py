@@ -24,6 +24,7 @@ from dsc.compiler.emission_plan import EmissionPlan, plan_emission
 from dsc.compiler.evaluate import evaluate
 from dsc.compiler.importer.model import import_main, import_mtp
 from dsc.compiler.ir.graph import expression_of
+from dsc.compiler.ir.simplify import loses_codes
 from dsc.compiler.ir.weight import Concat, DequantizePacked, Expression, Quantize, Source, Stack, WeightValues
 from dsc.compiler.ledger import make_ledger
 from dsc.compiler.packing import LAYOUTS, declared, parts_of
@@ -249,7 +250,7 @@ def test_symmetric_codes_and_exact_scales_are_passed_bit_for_bit(method: str, gr
 
 
 def test_scales_that_bfloat16_does_not_hold_are_rounded_and_codes_are_kept() -> None:
-    """Of float16 scales: a 500th of the values at most, where another grid would cost a fifteenth."""
+    """Of float16 scales: a 500th of the values, where another grid costs a twentieth."""
     module = random_module(40, 256, 4, 64, True)
     expression, stored = expression_of_module(module, "gptq", 4, True)
     weight, outcomes, errors = converted(Quantize(expression, "wint4:64", "data"), reader(stored))
@@ -261,6 +262,8 @@ def test_scales_that_bfloat16_does_not_hold_are_rounded_and_codes_are_kept() -> 
     assert errors.relative == pytest.approx(float(error.norm() / values.norm()), rel=1e-6)
     assert errors.worst_row == pytest.approx(float((error.norm(dim=1) / values.norm(dim=1)).max()), rel=1e-6)
     assert 0 < errors.worst_row < 2**-8
+    floats = Quantize(Source("x", "float32", (40, 256)), "wint4:64", "data")
+    assert converted(floats, reader({"x": module.values()}))[2].relative > 20 * errors.relative
     smaller, (verdict,), others = converted(Quantize(expression, "wint4:32", "data"), reader(stored))
     assert verdict == "requantized"  # groups of 32 lie within those of 64
     assert others.relative == errors.relative
@@ -284,6 +287,27 @@ def test_what_cannot_be_passed_is_rounded_from_its_exact_values(
     assert errors == wanted
     assert torch.equal(weight.data, plain.data)
     assert torch.equal(weight.scales, plain.scales)
+
+
+def test_wider_groups_than_those_of_codes_that_could_be_kept() -> None:
+    sources = Source("x", "int32", (8, 32)), Source("s", "bfloat16", (8, 8))
+    for packing, format_, group in (
+        (Packing("compressed-tensors", 4, 32, zeros=False), "wint4:64", 32),
+        (Packing("compressed-tensors", 4, 32, zeros=False), "wint4:32", 0),
+        (Packing("compressed-tensors", 4, 32, zeros=False), "wint8", 0),
+        (Packing("compressed-tensors", 8, 32, zeros=False), "wint4:64", 0),
+    ):
+        x = DequantizePacked(*sources, None, packing, (8, 256))
+        assert (
+            loses_codes(x, format_)
+            == loses_codes(Stack((x, x)), format_)
+            == loses_codes(Concat((x,)), format_)
+            == group
+        )
+    asymmetric = DequantizePacked(
+        *sources, Source("z", "int32", (1, 8)), Packing("compressed-tensors", 4, 32), (8, 256)
+    )
+    assert loses_codes(asymmetric, "wint4:64") == 0
 
 
 def test_joined_weights_are_passed_each_by_itself() -> None:

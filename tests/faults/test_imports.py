@@ -193,6 +193,16 @@ def test_what_is_passed_is_reported_and_verified(packs: Pack, tmp_path: Path) ->
     assert result.exit_code == 0, result.output
 
 
+def test_codes_that_a_recipe_rounds_again_are_told(packs: Pack, tmp_path: Path) -> None:
+    options = {"group": 32, "symmetric": True, "packs": only_experts, "floats": torch.bfloat16}
+    made = packs("k2", "compressed-tensors", scale_dtype=torch.bfloat16, **options)
+    text = recipe("experts: {format: wint4, group: 64}\ndefault: {format: bf16}", mtp=False, activations="bf16")
+    built = compile_engine(text, model=str(made.folder), output=tmp_path / "test.engine")
+    told = [note for note in built.notes if "symmetric 4-bit codes in groups of 32 are rounded again" in note]
+    assert len(told) == 3  # gate, up, down
+    assert all("groups of 32 keep them" in note for note in told)
+
+
 def test_attention_of_two_schemes_is_not_joined_and_that_is_told(packs: Pack, tmp_path: Path) -> None:
     made = packs("r1", "compressed-tensors", group=64, packs=all_but_kv_a)
     built = compile_engine(recipe(), model=str(made.folder), output=tmp_path / "test.engine")

@@ -92,7 +92,7 @@ EXPERTS_OF_FOUR = f"""
     {{
       ["layers.1.mlp.router"] ids, weights = dsc.Router<{ROUTER}>(x, w, b, slots, expert_map)
       ["layers.1.mlp.moe"] "layers.1.mlp.moe.partial" =
-         dsc.Moe<gate_format="wint8", up_format="fp32", down_format="wint8", {ABSENT}>(x, ids, weights,
+         dsc.Moe<gate_format="wint8", up_format="fp32", down_format="wint8", {ABSENT}, expert_groups=2>(x, ids, weights,
          "{MOE}.experts.gate_proj.packed", "{MOE}.experts.gate_proj.scales", "{MOE}.experts.up_proj.weight", "",
          "{MOE}.experts.down_proj.packed", "{MOE}.experts.down_proj.scales")
       ["layers.1.mlp.all_reduce"] y = dsc.AllReduce<ranks=4>("layers.1.mlp.moe.partial")

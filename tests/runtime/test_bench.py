@@ -119,6 +119,15 @@ def hits_of_random_tokens(engine: Engine, tokens: int) -> dict[str, float]:
     return experts_hit(engine.backend, engine.programs["main.prefill"].program, engine.cache.tensors, steps)
 
 
+def test_a_rank_counts_its_own_experts(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    """So independent routing reaches its share of them, counted over more steps."""
+    whole = Bench(engine, None).independent(5)
+    assert whole == independent_hits(engine.spec.num_experts, engine.spec.experts_per_token, 5)
+    ranks = replace(engine.manifest, parallel=replace(engine.manifest.parallel, tensor=4, expert=2))
+    monkeypatch.setattr(Engine, "manifest", ranks)
+    assert Bench(engine, None).independent(5) == whole / 2
+
+
 def test_routing_that_does_not_spread_is_told():
     assert independent_hits(256, 8, 1) == 8
     assert independent_hits(256, 8, 64) == pytest.approx(222.4, abs=0.1)

@@ -295,8 +295,20 @@ def test_kernels_that_wait_for_a_rank_that_is_gone_are_let_go(no_cuda: None) -> 
         block.join(10)
     stuck, signals.over = [block.is_alive() for block in blocks], True
     assert not any(stuck)
-    assert ended
+    assert not ended  # NCCL is left alone where it is not what keeps the device
     assert not signals.pads[0][:, 0].any()  # its own signal to itself is left alone
+
+
+@pytest.mark.parametrize("has_symmetric", [False, True])
+def test_nccl_is_ended_where_it_may_be_what_waits(has_symmetric: bool, no_cuda: None) -> None:
+    made, ended = Collectives.__new__(Collectives), []
+    made._symmetric = shared(Signals()) if has_symmetric else None
+    made._nccl = SimpleNamespace(end=lambda: ended.append(1))  # type: ignore[assignment]
+    made.on(SimpleNamespace(query=lambda: False))  # type: ignore[arg-type]
+    assert made.release(nccl=False)
+    assert bool(ended) != has_symmetric
+    assert made.release(nccl=True)
+    assert ended
 
 
 def test_nothing_is_touched_where_nothing_waits(no_cuda: None) -> None:
@@ -304,7 +316,7 @@ def test_nothing_is_touched_where_nothing_waits(no_cuda: None) -> None:
     made = Collectives.__new__(Collectives)
     made._symmetric = made._nccl = None  # type: ignore[assignment]
     made.on(SimpleNamespace(query=lambda: True))  # type: ignore[arg-type]
-    assert not made.release()
+    assert not made.release(nccl=True)
 
 
 @pytest.mark.parametrize(

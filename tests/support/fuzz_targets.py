@@ -33,6 +33,7 @@ from dsc.runtime.steps import sizes_of
 from dsc.runtime.tokenizer import Tokenizer
 from support.engines import ROOT, TINY_R1
 from support.mutate import mutate, mutate_header
+from support.packed import METHODS, quantization_config
 from support.small_engine import make_small_engine
 
 PROGRAM = "program/main.decode.rank0.json"
@@ -84,7 +85,11 @@ def config(folder: Path) -> Target:
         return len(expected_tensors(spec)) if spec.num_layers * spec.num_experts <= 1000 else 0
 
     known = sorted((ROOT / "compiler" / "known_models").glob("*.json"))
-    return Target(tuple(path.read_bytes() for path in (TINY_R1 / "config.json", *known)), read, _json)
+    tiny = json.loads((TINY_R1 / "config.json").read_text())
+    packed = [{**tiny, "quantization_config": quantization_config(name, 4, 32, False)} for name in METHODS]
+    packed[-1]["quantization_config"]["ignore"] = ["lm_head", "re:.*self_attn.*"]
+    seeds = [path.read_bytes() for path in (TINY_R1 / "config.json", *known)]
+    return Target((*seeds, *(json.dumps(config).encode() for config in packed)), read, _json)
 
 
 def generation(folder: Path) -> Target:

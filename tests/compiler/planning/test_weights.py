@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from support.engines import ROOT, TINY_R1
-from support.families import make_checkpoint
+from support.families import ABSENT, make_checkpoint
+from support.packed import pack_checkpoint
 
 from dsc.compiler.checkpoint import Checkpoint
 from dsc.compiler.config import read_config
@@ -17,6 +18,7 @@ from dsc.compiler.emit import gather
 from dsc.compiler.graphs import make_graphs
 from dsc.compiler.ir.weight import Quantize
 from dsc.compiler.model_shapes import KNOWN
+from dsc.compiler.packing import declared
 from dsc.compiler.planning.plan import make_plan
 from dsc.compiler.planning.weights import planned_weights, source_bytes
 from dsc.compiler.recipe import Recipe, load_recipe, parse_recipe
@@ -200,8 +202,54 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(("name", "family"), [(name, family) for name, found in SMALL.items() for family in found])
 def test_weights_are_those_of_the_graphs(name: str, family: str, checkpoints: dict[str, Path]) -> None:
     """Every weight: name, class, format and bytes, in models with odd widths and formats too."""
-    folder = checkpoints[family]
-    recipe = load_recipe(name).override("cpu", 1)
+    check_weights(checkpoints[family], load_recipe(name).override("cpu", 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("kimi-k2-wint4", ["re:.*self_attn.*", "re:.*shared_experts.*"]),
+        ("r1-fp8", ["re:.*kv_a_proj.*"]),
+        ("r1-wint4", []),
+    ],
+)
+def test_weights_of_packed_sources_too(name: str, kept: list[str], tmp_path: Path) -> None:
+    """Also where q and kv_a are two weights, because one of them is packed."""
+    source = make_checkpoint(tmp_path / "source", "faults", quantization_config=ABSENT)
+    packs = declared((), kept)
+    made = pack_checkpoint(
+        tmp_path / "model", source, "compressed-tensors", group=32, packs=packs, config={"ignore": kept}
+    )
+    check_weights(made.folder, load_recipe(name).override("cpu", 1))
+
+
+def test_kimi_k2_thinking_from_its_config(tmp_path: Path) -> None:
+    """Experts of 4 bits in groups of 32, with scales in bfloat16; the rest in bfloat16."""
+    scheme = {"targets": ["Linear"], "input_activations": None, "output_activations": None, "weights": {
+        "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False,
+        "actorder": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {},
+    }}  # fmt: skip
+    ignore = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
+    packed = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme}, "ignore": ignore, "kv_cache_scheme": None,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIGS["k2"], "quantization_config": packed}))
+    plan = make_plan(load_recipe("kimi-k2-wint4"), str(tmp_path / "config.json"))
+    modules = 60 * 384 * 3
+    experts = modules * (2048 * 7168 * (0.5 + 2 / 32) + 16)  # codes, scales, weight_shape
+    attention = 61 * (1536 * 7168 + 64 * 192 * 1536 + 576 * 7168 + 64 * 256 * 512 + 7168 * 64 * 128)
+    others = 60 * (3 * 2048 * 7168 + 384 * 7168) + 3 * 18432 * 7168 + 2 * 163840 * 7168
+    assert plan.source.bytes == pytest.approx(experts + 2 * (attention + others), rel=1e-5)
+    assert plan.weight_bytes == pytest.approx(537 * GB, rel=0.01)
+    told = "experts: symmetric 4-bit codes in groups of 32 are rounded again for wint4:128; groups of 32 keep them"
+    assert told in plan.notes
+    smaller = recipe_of(False, "experts: {format: wint4, group: 32}\n      default: {format: fp8}")
+    assert not [note for note in make_plan(smaller, str(tmp_path / "config.json")).notes if "rounded again" in note]
+
+
+def check_weights(folder: Path, recipe: Recipe) -> None:
+    """Planned weights are those of the graphs."""
     checkpoint = Checkpoint.open(folder, read_config(folder), mtp=recipe.mtp.enabled)
     stored: dict[str, tuple[str, str, int]] = {}
     for tensor, values in gather(make_graphs(recipe, checkpoint)[0]).items():
