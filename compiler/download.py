@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from dsc.compiler.fit import check_fit
 from dsc.compiler.hub import SMALL_FILES, WEIGHTS, fetch
+from dsc.compiler.planning.sharding import check_parallel
 from dsc.compiler.planning.source import Source, read_source
 from dsc.compiler.planning.weights import planned_weights
 from dsc.compiler.recipe import Recipe
@@ -36,15 +37,17 @@ def download_checkpoint(model: str, *, recipe: Recipe, output: Path) -> Path:
 
     output  the engine's folder, for which there must be room too
     raises  DscError where the hub refuses; and, with no weights fetched, for a config that is not supported, a recipe that
-            does not fit, missing or unknown tensors, a tokenizer that cannot be read, an output that cannot become an
-            engine, a disk without room
+            does not fit or whose ranks cannot share the weights, missing or unknown tensors, a tokenizer that cannot be
+            read, an output that cannot become an engine, a disk without room
     """
     folder = fetch(model, SMALL_FILES)
     source = read_source(str(folder), recipe)
     spec = _with_mtp(source, recipe)
     check_fit(recipe, spec)
     check_tokenizer(folder, recipe)
-    engine = Staging(output, sum(weight.nbytes for weight in planned_weights(spec, recipe)))
+    planned = planned_weights(spec, recipe)
+    check_parallel(spec, planned, recipe.parallel, recipe.where)
+    engine = Staging(output, sum(weight.nbytes for weight in planned))
     engine.check_target()
     weights = _weights(folder)
     check_room(

@@ -80,7 +80,7 @@ class Model:
 
 @dataclass(frozen=True)
 class GraphFiles:
-    """Files of one graph on one rank."""
+    """Files of one graph on one rank; ranks whose graphs are alike share them."""
 
     onnx: str
     program: str

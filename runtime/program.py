@@ -179,6 +179,8 @@ class _Checker:
             yield self.fault(
                 f"{path}.tensor: a weight names its tensor, nothing else does", got=operand.tensor or "none"
             )
+        if operand.cuts and operand.role != "weight":
+            yield self.fault(f"{path}.cuts: a weight has parts, nothing else does", got=operand.role)
         yield from self.alias(name, operand, path)
         yield from self.place(operand, path)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from dsc.compiler.ir.mesh import Mesh
 from dsc.compiler.ir.splits import EXPERT_MAP, Split, divided, shape_of_rank, splits_of
 from dsc.compiler.planning.weights import PlannedWeight, stored_bytes
+from dsc.plugins.formats import Format
 from dsc.runtime.errors import DscError
 from dsc.runtime.manifest import Parallel
 from dsc.runtime.spec import ModelSpec
@@ -62,7 +64,7 @@ def check_parallel(spec: ModelSpec, weights: Sequence[PlannedWeight], parallel: 
             where=where,
             details=faults,
             wanted="whole heads, experts, blocks and groups on every rank",
-            try_=_allowed_text(allowed_meshes(spec, weights), mesh.num_ranks),
+            try_=_allowed_text(allowed_meshes(spec, weights), mesh.num_ranks) + _other_formats(spec, weights, mesh),
         )
     return mesh
 
@@ -90,6 +92,15 @@ def _allowed_text(meshes: Sequence[Mesh], wanted_ranks: int) -> str:
     texts = [f"{{tensor: {m.tensor}, expert: {m.expert}}}" for m in meshes if m.num_ranks in shown]
     more = [f"{len(texts) - SHOWN_WAYS} more"] if len(texts) > SHOWN_WAYS else []
     return f"parallel: {', '.join([*texts[:SHOWN_WAYS], *more])}"
+
+
+def _other_formats(spec: ModelSpec, weights: Sequence[PlannedWeight], mesh: Mesh) -> str:
+    """Classes of weights that keep a mesh from splitting the model by their format alone; "" where not all faults are so."""
+    classes = sorted({weight.weight_class for weight in weights if any(_weight_faults(spec, weight, mesh))})
+    loose = [replace(weight, format=Format("wint8")) for weight in weights]
+    if not classes or shard_faults(spec, loose, mesh):
+        return ""
+    return f"; or for {', '.join(classes)} a format without groups and blocks: wint8, bf16"
 
 
 def _weight_faults(spec: ModelSpec, weight: PlannedWeight, mesh: Mesh) -> Iterator[tuple[str, str]]:

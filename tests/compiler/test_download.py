@@ -133,6 +133,10 @@ def test_a_recipe_that_does_not_fit(hub: Hub) -> None:
     assert "wanted  at most 1024" in text
 
 
+def test_ranks_that_cannot_share_the_weights(hub: Hub) -> None:
+    assert "128 columns = 2 x 64, not in whole groups of 128" in refused(hub, "--ranks", "2")
+
+
 def test_names_of_tensors(hub: Hub) -> None:
     index = json.loads((hub.files / "model.safetensors.index.json").read_text())
     index["weight_map"]["model.normal.weight"] = index["weight_map"].pop("model.norm.weight")

@@ -122,6 +122,12 @@ GATHER = ("nodes", 1, "variants", 0, "steps", 3)
         (("operands", "x", "shape"), ["T-9", 4], "operands['x'].shape[0] is negative"),
         (("operands", "x", "shape"), ["SMS", 4], "operands['x'].shape[0] reads a letter"),
         (("operands", "w", "tensor"), "", "operands['w'].tensor"),
+        (("operands", "x", "cuts"), [{"axis": 0, "by": "tensor", "size": 4}], "operands['x'].cuts: a weight has parts"),
+        (
+            ("operands", "w", "cuts"),
+            [{"axis": 0, "by": "heads", "size": 4}],
+            "operands['w'].cuts[0].by is of the wrong kind",
+        ),
         (("operands", "cache.0.out", "alias"), "cache.1", "is an alias of cache.1, which is no operand"),
         (("operands", "cache.0", "alias"), "cache.0.out", "is an alias of itself"),
         (("operands", "cache.0.out", "alias"), "x", "differ in bytes"),
