@@ -71,7 +71,7 @@ def test_compile_prints_what_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (tmp_path / "tiny-r1-wint4.engine" / "manifest.json").is_file()
     dumped = sorted(path.name for path in (tmp_path / "dump").iterdir())
     assert dumped[0] == "00-as_given.main.decode.txt"
-    assert dumped[-1] == "13-plan_memory.mtp.prefill.txt"
+    assert dumped[-1] == "14-plan_memory.mtp.prefill.txt"
     data = json.loads(dsc("compile", "--recipe", "tiny-r1-wint4", "--json").stdout)
     assert data["folder"] == str(tmp_path / "tiny-r1-wint4.engine")
     assert data["fusions"]["fuse_qkv"] == [10, 10]
