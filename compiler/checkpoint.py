@@ -131,10 +131,10 @@ class Checkpoint:
                 yield name, expected.copy_of
 
     def ruled(self) -> Iterator[tuple[str, Expected]]:
-        """Stored tensors that no graph reads, and what they must hold."""
-        for name, expected in self.expected.items():
-            if expected.rule and name in self._tensors:
-                yield name, expected
+        """Stored tensors that no graph reads, and what they must hold, in the order of the files: there is one a module."""
+        found = [name for name, expected in self.expected.items() if expected.rule and name in self._tensors]
+        for name in sorted(found, key=self.position):
+            yield name, self.expected[name]
 
 
 def check_names(

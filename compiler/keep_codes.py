@@ -56,7 +56,6 @@ def keep(packed: Packed, group: int) -> Quantized:
 
 
 def _square_sums(codes: torch.Tensor, group: int) -> torch.Tensor:
-    """Sums of the squares of a group's codes, exact, float64 [N, G]."""
-    signed = codes.contiguous().view(torch.int8) - MIDDLE
-    squares: torch.Tensor = signed.square_().view(len(codes), -1, group).sum(-1, dtype=torch.int32)
-    return squares.double()
+    """Sums of the squares of a group's codes, float64 [N, G]: whole numbers below 2^24, exact in float32 in any order."""
+    values = (codes.view(torch.int8) - MIDDLE).to(torch.float32)
+    return values.square_().view(len(codes), -1, group).sum(-1).double()

@@ -53,12 +53,12 @@ class Channel:
             self._socket.sendall(message)
 
     def receive(self) -> Message | None:
-        """The next message; None when the other end is gone. Raises ValueError on what is no message."""
+        """The next message; None when the other end is gone, or has sent what is none."""
         try:
             (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
             kind, body, types = json.loads(self._read(length))
             tensors = tuple(self._tensor(*type_) for type_ in types)
-        except (OSError, EOFError):
+        except (OSError, EOFError, ValueError):
             return None
         return Message(kind, body, tensors)
 

@@ -61,7 +61,14 @@ class Followers:
         """Raise what ended the engine, if something did."""
         fault = self._fault
         if fault is not None:
-            raise DscError(fault.what, where=fault.where, details=fault.details, got=fault.got, try_=fault.try_)
+            raise DscError(
+                fault.what,
+                where=fault.where,
+                details=fault.details,
+                wanted=fault.wanted,
+                got=fault.got,
+                try_=fault.try_,
+            )
 
     @property
     def ended(self) -> bool:

@@ -80,12 +80,7 @@ class Door:
         store.set(_LEADER, f"{host} {self._listener.getsockname()[1]}")
 
     def welcome(
-        self,
-        build: Build,
-        words: dict[str, Any],
-        where: str,
-        alive: Callable[[], None] = lambda: None,
-        seconds: float | None = None,
+        self, build: Build, words: dict[str, Any], where: str, alive: Callable[[], None] = lambda: None
     ) -> dict[int, Channel]:
         """The other ranks, once all have come; each is told `words`.
 
@@ -94,7 +89,7 @@ class Door:
         """
         found: dict[int, Channel] = {}
         try:
-            self._wait(found, build, where, alive, time.monotonic() + (SECONDS if seconds is None else seconds))
+            self._wait(found, build, where, alive)
             for channel in found.values():
                 channel.send(encode("welcome", words))
         except BaseException as error:
@@ -107,18 +102,15 @@ class Door:
             self._listener.close()
         return found
 
-    def _wait(
-        self, found: dict[int, Channel], build: Build, where: str, alive: Callable[[], None], until: float
-    ) -> None:
+    def _wait(self, found: dict[int, Channel], build: Build, where: str, alive: Callable[[], None]) -> None:
         faults: list[DscError] = []
-        start = time.monotonic()
+        until = time.monotonic() + SECONDS
         while len(found) < self._ranks - 1:
             if time.monotonic() > until:
                 missing = ", ".join(str(rank) for rank in range(1, self._ranks) if rank not in found)
                 came = ", ".join(map(str, [0, *sorted(found)]))
-                seconds = f"{time.monotonic() - start:.0f} s"
                 raise_all(f"{where}: not all ranks of the engine came", [*faults, DscError(
-                    f"rank {missing} did not come within {seconds}", where=where,
+                    f"rank {missing} did not come within {SECONDS:.0f} s", where=where,
                     wanted=f"{self._ranks} ranks, each in a process that loads this engine", got=f"rank {came}",
                 )])  # fmt: skip
             self._listener.settimeout(_LOOK)
@@ -127,15 +119,20 @@ class Door:
             except TimeoutError:
                 alive()
                 continue
-            channel, hello = Channel(connection), None
+            channel = Channel(connection)
             channel.set_timeout(10)
-            with suppress(ValueError):
-                hello = channel.receive()
+            hello = channel.receive()
             if hello is None or hello.kind != "hello":
                 channel.close()  # nobody of ours
                 continue
             channel.set_timeout(None)
             rank, theirs = hello.body["rank"], Build(**hello.body["build"])
+            if rank in found or not 0 < rank < self._ranks:
+                channel.send(encode("refused", {"text": f"rank {rank} is here already, or no rank"}))
+                channel.close()
+                wanted = f"ranks 1 to {self._ranks - 1}, one process each"
+                faults.append(DscError(f"a second process is rank {rank}", where=where, wanted=wanted))
+                break
             found[rank] = channel
             faults += _differences(rank, theirs, build, where)
         raise_all(f"{where}: the ranks do not belong together", faults)

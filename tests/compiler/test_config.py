@@ -247,6 +247,7 @@ ONE_FAULT = [
     ({"quantization_config": GPTQ}, None),
     ({"quantization_config": {**GPTQ, "bits": 8, "checkpoint_format": "gptq_v2", "dynamic": {"-:.*kv_b.*": {}}}}, None),
     ({"quantization_config": {**GPTQ, "bits": 3}}, "quantization_config.bits is 3, wanted 4 or 8"),
+    ({"quantization_config": {**GPTQ, "bits": "four"}}, 'quantization_config.bits is "four", wanted 4 or 8'),
     ({"quantization_config": {**GPTQ, "desc_act": True}}, "desc_act is true, wanted false: columns out of the order"),
     ({"quantization_config": {**GPTQ, "checkpoint_format": "marlin"}}, 'is "marlin", wanted "gptq" or "gptq_v2"'),
     ({"quantization_config": {**GPTQ, "format": "gptq_v2"}}, "contradicts quantization_config.format"),

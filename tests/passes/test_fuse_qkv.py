@@ -185,6 +185,7 @@ def test_parts_of_different_schemes_stay_apart(tmp_path):
     assert notes == ["two weights: q is stored as bfloat16 and kv_a as float8_e4m3fn in blocks of 128 x 128", "", ""]
     first, second, _ = graph.find("dsc.Qkv")
     assert (first.attrs["joint"], second.attrs["joint"]) == (0, 1)
+    assert graph.info.apart == 1
     assert operand(first, "w").name == "model.layers.0.self_attn.q_a_proj.weight"
     assert operand(first, "w_kv").name == "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
 

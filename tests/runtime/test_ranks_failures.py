@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from support.ranks import compile_ranks, environment, free_port, rank_processes, start, wait_for, wait_until_gone
@@ -25,6 +25,9 @@ from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.engine import Engine
 from dsc.runtime.errors import DscError
 from dsc.runtime.ranks import followers, meeting
+from dsc.runtime.ranks.channel import Channel, encode
+from dsc.runtime.ranks.interrupts import held_interrupts
+from dsc.runtime.ranks.launch import Launch
 
 LONG = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 1500}
 LOADS = """
@@ -102,7 +105,7 @@ def test_a_rank_that_does_not_come_is_named(
     folder: Path, rank_1: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(meeting, "SECONDS", 0.5)
-    with pytest.raises(DscError, match=r"rank 1 did not come within (0|1) s\n  wanted  2 ranks.*\n  got     rank 0$"):
+    with pytest.raises(DscError, match=r"rank 1 did not come within 0 s\n  wanted  2 ranks.*\n  got     rank 0$"):
         runtime.load(folder)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(DscError, match="rank 0 did not come within"):
@@ -113,6 +116,27 @@ def test_a_rank_that_does_not_come_is_named(
     monkeypatch.setenv("LOCAL_RANK", "")
     with pytest.raises(DscError, match="got     RANK 1, WORLD_SIZE 3, LOCAL_RANK not set"):
         runtime.load(folder)
+
+
+def test_a_second_process_of_a_rank_is_refused(folder: Path) -> None:
+    build = meeting.Build.of(EngineFolder.open(folder))
+    store = meeting.home_store()
+    door = meeting.Door(store, Launch(0, 3, 0, 3))
+    told: list[str] = []
+
+    def come() -> None:
+        with pytest.raises(DscError) as error:
+            meeting.knock(meeting.home_store_at(store.port), Launch(1, 3, 1, 3), build, "there")
+        told.append(error.value.got)
+
+    threads = [threading.Thread(target=come) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    with pytest.raises(DscError, match=r"a second process is rank 1\n  wanted  ranks 1 to 2, one process each"):
+        door.welcome(build, {}, "here")
+    for thread in threads:
+        thread.join()
+    assert sorted(text.split()[0] for text in told) == ["here:", "rank"]
 
 
 def test_a_process_that_dies_before_it_comes_is_told_with_what_it_wrote(
@@ -201,13 +225,53 @@ def test_a_leader_that_fails_alone_ends_the_engine(
     assert process.wait(20) == 1
 
 
+def test_an_interrupt_is_held_until_all_ranks_are_done() -> None:
+    done: list[int] = []
+
+    def press(times: int) -> None:
+        with held_interrupts():
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+            done.append(times)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for times in (1, 2):
+            with pytest.raises(KeyboardInterrupt):
+                press(times)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done == [1]  # a second one is not held
+
+
+def test_messages_arrive_as_they_were_sent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = Channel(socket.create_connection(server.getsockname()))
+        receiver = Channel(server.accept()[0])
+    tensors = [torch.randn(3, 5).bfloat16(), torch.arange(4)[::2], torch.zeros(0, 7), torch.tensor(True)]
+    sender.send(encode("kind", {"text": "\udc80 ü", "numbers": [1, 2.5]}, tensors))
+    message = receiver.receive()
+    assert message is not None
+    assert (message.kind, message.body) == ("kind", {"text": "\udc80 ü", "numbers": [1, 2.5]})
+    for got, sent in zip(message.tensors, tensors, strict=True):
+        assert got.dtype is sent.dtype
+        assert torch.equal(got, sent)
+    sender.send(b"\0" * 7 + b"\2no")
+    assert receiver.receive() is None
+    sender.close()
+    assert receiver.receive() is None
+    receiver.close()
+
+
 # -- the end
 
 
 def test_ways_to_end(folder: Path, rank_1: Callable[..., subprocess.Popen[str]]) -> None:
-    """Closed: the rank that torchrun started exits with 0."""
-    process = rank_1(folder)
+    """Closed: the rank that torchrun started exits with 0. It had the least memory, which the cache is made for."""
+    process = rank_1(folder, "import dsc.runtime.engine as e; e.choose_num_blocks = lambda *a, **o: 7")
     with runtime.load(folder) as engine:
+        assert engine.cache.pool.num_blocks == 7
         stream = engine.stream("def ", **LONG)
         next(stream)
     assert process.wait(20) == 0
@@ -276,5 +340,4 @@ def test_a_killed_leader_leaves_nobody(folder: Path, when: str) -> None:
     os.kill(leader.pid, signal.SIGKILL)
     leader.wait()
     leader.stdout.close()
-    psutil.wait_procs(processes, timeout=5)
-    assert [process for process in processes if process.is_running()] == []
+    wait_until_gone(processes)

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 
 from dsc.compiler.build import compile_engine
 from dsc.compiler.recipe import parse_recipe
+from support.builds import hear_interrupts
 from support.engines import ROOT, TINY_R1
 
 # Weights that two ranks cut in whole groups and blocks: the shared expert of tiny-r1 is 128 wide.
@@ -50,9 +51,16 @@ def rank_processes(parent: int | None = None, folder: Path | str = "") -> list[p
 
 
 def wait_until_gone(processes: Sequence[psutil.Process], seconds: float = 10.0) -> None:
-    """Fail unless all end in time. A zombie of ours has not ended properly."""
-    _, alive = psutil.wait_procs(processes, timeout=seconds)
-    assert not alive, [process.cmdline() for process in alive]
+    """Fail unless all end in time. One of ours that nobody has waited for is still there."""
+    wait_for(lambda: not any(map(_is_there, processes)), seconds)
+
+
+def _is_there(process: psutil.Process) -> bool:
+    try:
+        orphan = process.status() == psutil.STATUS_ZOMBIE and process.ppid() != os.getpid()
+        return process.is_running() and not orphan
+    except psutil.NoSuchProcess:
+        return False
 
 
 def environment(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -75,13 +83,13 @@ def start(script: str, *arguments: object, given: dict[str, str] | None = None) 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=hear_interrupts,
         env={**os.environ, "OMP_NUM_THREADS": "1", **(given or {})},
     )
 
 
-def wait_for(found: object, seconds: float = 20.0) -> None:
+def wait_for(found: Callable[[], object], seconds: float = 20.0) -> None:
     """Wait until `found()` is true."""
-    assert callable(found)
     until = time.monotonic() + seconds
     while not found():
         assert time.monotonic() < until, "it did not happen"
