@@ -106,9 +106,10 @@ def facts(nodes: Sequence[dict[str, Any]], step_us: float, experts: dict[str, fl
 
 def sample(point: dict[str, Any], scale: float) -> dict[str, Any]:
     """Sampling as a node: its graph was timed as it runs, so the step's scale is taken off again."""
-    head = next(node for node in point["nodes"] if node["op"] == "LmHead")
+    # Of several ranks, a head gives its part of the logits, and all of them are sampled.
+    heads = {node["op"]: node["dims"] for node in point["nodes"] if node["op"] in ("LmHead", "GatherLogits")}
     seconds = point["sample_seconds"] / scale
-    dims = {"V": head["dims"]["V"]}
+    dims = {"V": heads["GatherLogits"]["vocabulary"] if "GatherLogits" in heads else heads["LmHead"]["V"]}
     return {"name": "sample", "op": "Sample", "count": 1, "dims": dims, "attributes": {}, "seconds": seconds}
 
 

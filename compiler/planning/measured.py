@@ -83,16 +83,15 @@ class Table:
         found = [e for e in self._entries if e.op.op == op.op and _serves(e, op, step)]
         if not found:
             return None
-        alone = replace(step, experts=None)  # what was measured ran on one rank
         same = [e for e in found if (e.op.widths, e.op.formats) == (op.widths, op.formats)]
         same = same or [e for e in found if (e.op.widths, _but_codes(e.op)) == (op.widths, _but_codes(op))]
         if same:
-            times = [self._at(entry, alone) for entry in same]
+            times = [self._at(entry, step) for entry in same]
             scaled = next((time.scaled for time in times if time.scaled), "")
             return Estimate(statistics.fmean(time.us for time in times), scaled)
         least = min(_distance(entry.op, op) for entry in found)
         found = [entry for entry in found if _distance(entry.op, op) == least]
-        us = self._scaled(op, step, [(entry.op, self._at(entry, alone).us) for entry in found], alone)
+        us = self._scaled(op, step, [(entry.op, self._at(entry, step).us) for entry in found])
         formats = any(_but_codes(entry.op) == _but_codes(op) for entry in found)
         return Estimate(us, OTHER_WIDTHS if formats else OTHER_FORMATS)
 
@@ -123,10 +122,10 @@ class Table:
         fixed = min(self._fixed[op], us)
         return fixed + (us - fixed) * ratio
 
-    def _scaled(self, op: PlannedOp, step: Step, times: Sequence[tuple[PlannedOp, float]], alone: Step) -> float:
+    def _scaled(self, op: PlannedOp, step: Step, times: Sequence[tuple[PlannedOp, float]]) -> float:
         """From ops of other widths: between the two around it by their work, else from the nearest."""
         wanted = self._work_us(op, step)
-        found = sorted((self._work_us(other, alone), us) for other, us in times)
+        found = sorted((self._work_us(other, step), us) for other, us in times)
         for (low, before), (high, after) in pairwise(found):
             if low <= wanted <= high:
                 return before + (after - before) * (wanted - low) / (high - low) if high > low else before
@@ -213,8 +212,10 @@ def _source(data: Mapping[str, Any]) -> Source:
 
 
 def _serves(entry: Entry, op: PlannedOp, step: Step) -> bool:
-    """Whether an entry ran in such a phase, and in the same way."""
-    same = entry.op.formats.get("mode") == op.formats.get("mode")
+    """Whether an entry ran in such a phase, and in the same way: what ranks exchange, among as many."""
+    same = entry.op.formats.get("mode") == op.formats.get("mode") and entry.op.widths.get("ranks") == op.widths.get(
+        "ranks"
+    )
     return same and any(point.phase == step.phase for point in entry.points)
 
 

@@ -180,6 +180,8 @@ class _Ops:
             "F": spec.moe_intermediate_size // mesh.expert_width_ways,
             "K": spec.experts_per_token,
         }
+        if mesh.expert > 1:
+            widths["expert_groups"] = mesh.expert
         if spec.num_shared_experts:
             widths["FS"] = spec.shared_intermediate_size // mesh.tensor
         formats = {}

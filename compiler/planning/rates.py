@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dsc.compiler.ir.mesh import Mesh
-from dsc.compiler.planning.collectives import MEASURED_RANKS, all_reduce_us
 from dsc.compiler.planning.measured import Estimate, Table, scaled_words
 from dsc.compiler.planning.ops import PlannedOp, missing_passes, planned_ops
 from dsc.compiler.planning.weights import PlannedWeight
@@ -15,7 +14,7 @@ from dsc.compiler.recipe import Recipe
 from dsc.runtime.spec import ModelSpec
 
 BATCHES = (1, 16, 64, 128, 256)
-COMMUNICATION = ("AllReduce", "GatherLogits")  # ops whose times are no kernel's
+COMMUNICATION = {"AllReduce", "GatherLogits"}
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Predictor:
     def decode(self, batch: int, context: int) -> DecodeRate:
         """Sampling and the host's part are in it."""
         step = Step("decode", batch, 1, context)
-        us = self._ops_us([*self.ops["decode"], _sample(self.spec)], step) + self._reduce_us(batch)
+        us = self._ops_us([*self.ops["decode"], _sample(self.spec)], step)
         return DecodeRate(batch, context, (us + self.table.gap_us(batch)) / 1e6)
 
     def prefill(self, tokens: int, batch_tokens: int, sequences: int) -> PrefillRate:
@@ -87,40 +86,27 @@ class Predictor:
         for start in range(0, tokens, batch_tokens):
             queries = min(batch_tokens, tokens - start)
             us += self._ops_us(self.ops["prefill"], Step("prefill", prompts, queries, start + queries))
-            us += self._reduce_us(prompts * queries)
         return PrefillRate(prompts, tokens, batch_tokens, us / 1e6)
 
     def notes(self) -> Iterator[str]:
         """What a reader of the rates must know."""
-        ranks = self.mesh.num_ranks
-        if ranks > 1 and not self._reduces:
-            yield f"communication of {ranks} ranks is not predicted and left out: all-reduces were measured on {MEASURED_RANKS} GPUs only"
-        elif ranks > 1:
-            yield f"all-reduces of {MEASURED_RANKS} ranks are those of NCCL as measured beside no kernel of dsc; gathering logits was not measured, and is left out"
+        unknown = sorted(self.unknown - COMMUNICATION)
+        exchanges = {op.op for op in self.ops["decode"]} & COMMUNICATION  # none in meshes that are not built
+        if self.mesh.num_ranks > 1 and not exchanges - self.unknown:
+            yield f"what {self.mesh.num_ranks} ranks exchange is left out: it was not measured among so many"
         if self.pipeline > 1:
             yield f"{self.pipeline} pipeline stages one after the other: nothing is overlapped, nothing is counted for sending"
-        if self.unknown:
-            yield f"left out, since no such op was measured: {', '.join(sorted(self.unknown))}"
+        if unknown:
+            yield f"left out, since no such op was measured: {', '.join(unknown)}"
         yield from scaled_words(self.estimates)
-
-    @property
-    def _reduces(self) -> bool:
-        return self.mesh.num_ranks == self.mesh.tensor == MEASURED_RANKS
-
-    def _reduce_us(self, tokens: int) -> float:
-        if not self._reduces:
-            return 0.0
-        count = sum(op.count for op in self.ops["decode"] if op.op == "AllReduce")  # of prefill there are as many
-        return count * all_reduce_us(tokens, self.spec.hidden_size)
 
     def _ops_us(self, ops: Sequence[PlannedOp], step: Step) -> float:
         """Sequences are spread over groups of tensor ranks; experts see the tokens of all of them."""
         groups = self.mesh.num_ranks // self.mesh.tensor
         own = replace(step, sequences=-(-step.sequences // groups))
         total = 0.0
-        for op in (op for op in ops if op.op not in COMMUNICATION):
-            routed = replace(step, experts=self.spec.num_experts) if op.op == "Moe" else own
-            estimate = self.table.estimate(op, routed)
+        for op in ops:
+            estimate = self.table.estimate(op, step if op.op == "Moe" else own)
             if estimate is None:
                 self.unknown.add(op.op)
                 continue

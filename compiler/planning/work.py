@@ -19,17 +19,13 @@ from dsc.runtime.bench_floor import Rates, independent_hits
 
 @dataclass(frozen=True)
 class Step:
-    """A step: `sequences` of `queries` tokens each, at the end of `context` tokens (this step's included).
-
-    phase    prefill or decode
-    experts  that its tokens choose among, on all ranks together; None: those of the op
-    """
+    """A step: `sequences` of `queries` tokens each, at the end of `context` tokens (this step's included). `phase` is prefill
+    or decode."""
 
     phase: str
     sequences: int
     queries: int
     context: int
-    experts: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -97,10 +93,10 @@ def _attention(op: PlannedOp, step: Step) -> tuple[float, float]:
 
 
 def _experts(op: PlannedOp, step: Step) -> tuple[float, float]:
-    """Experts as independent routing hits them; a rank has its share of them and of the tokens' choices."""
+    """Experts as independent routing hits them; one of several groups of ranks has its share of them and of the choices."""
     w = SimpleNamespace(**op.widths)
-    share = w.E / (step.experts or w.E)
-    hit = independent_hits(step.experts or w.E, w.K, step.tokens) * share
+    share = 1 / op.widths.get("expert_groups", 1)
+    hit = independent_hits(round(w.E / share), w.K, step.tokens) * share
     num_bytes, shared = 0.0, getattr(w, "FS", 0)
     for name in PROJECTIONS:
         rows, columns = (w.D, w.F) if name == "down" else (w.F, w.D)

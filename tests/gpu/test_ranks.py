@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from support.engines import compile_tiny
-from support.quality import engine_logits, held_out, judge, nats_apart
+from support.quality import held_out, judge, nats_apart
 from support.ranks import compile_ranks, environment, free_port, rank_processes, start, wait_until_gone
-from support.top_1 import check_top_1
+from support.top_1 import check_top_1, logits_of
 
 from dsc import runtime
 from dsc.runtime.artifact import EngineFolder
@@ -108,13 +108,18 @@ def test_top_1_where_the_gap_is_wide(name: str, folder: Path, engines: Callable[
         check_top_1(name, cpu, two)
 
 
+def in_chunks(engine: Engine) -> Callable[[list[int]], torch.Tensor]:
+    """Logits of every token, as many a step as a GPU's engine gives."""
+    return lambda tokens: logits_of(engine, [tokens], engine.manifest.limits.sequences, "prefill")[0]
+
+
 def test_fp8_is_as_near_as_on_the_cpu(folder: Path, engines: Callable[[str], Path]) -> None:
     """Sums of two ranks differ by a last bit, which moves the FP8 codes of activations: on the CPU too, one and two ranks are
     as far from each other as from the unquantized model (KL 0.004). What holds is that distances do not add up to more."""
-    windows, unquantized = held_out(2, 256), engine_logits(runtime.load(compile_tiny("tiny-r1-fp32", folder)))
+    windows, unquantized = held_out(2, 256), in_chunks(runtime.load(compile_tiny("tiny-r1-fp32", folder)))
     with runtime.load(compile_ranks("fp8", 2, folder)) as cpu, runtime.load(engines("fp8")) as two:
-        ours, theirs = (judge(engine_logits(engine), unquantized, windows) for engine in (two, cpu))
-        between = judge(engine_logits(two), engine_logits(cpu), windows)
+        ours, theirs = (judge(in_chunks(engine), unquantized, windows) for engine in (two, cpu))
+        between = judge(in_chunks(two), in_chunks(cpu), windows)
     print(
         f"fp8 KL {ours.kl:.5f}, on the CPU {theirs.kl:.5f}, between them {between.kl:.5f}; nats {ours.nats:.4f}, {theirs.nats:.4f}"
     )

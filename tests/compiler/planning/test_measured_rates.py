@@ -28,13 +28,13 @@ def table_of(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("| ").split("|")] for line in table][2:]
 
 
-def measured_rows() -> Iterator[tuple[str, int, float]]:
-    """Engine, batch and ms a step of the decode table of RESULTS.md."""
+def measured_rows(heading: str = "Decode steps on one H200", column: int = 2) -> Iterator[tuple[str, int, float]]:
+    """Engine, batch and ms a step of a decode table of RESULTS.md."""
     engine = ""
-    for cells in table_of("Decode steps on one H200"):
+    for cells in table_of(heading):
         cells = cells if not cells[0].isdigit() else [engine, *cells]
         engine = cells[0] or engine
-        yield engine, int(cells[1]), float(cells[2])
+        yield engine, int(cells[1]), float(cells[column])
 
 
 def engine_of(row: str) -> tuple[str, int | None]:
@@ -46,14 +46,14 @@ def engine_of(row: str) -> tuple[str, int | None]:
     return "v2-lite-wint4", None
 
 
-def predictor(row: str) -> Predictor:
+def predictor(row: str, ranks: int = 1) -> Predictor:
     name, layers = engine_of(row)
-    recipe = load_recipe(name).override("sm_90a", 1)
+    recipe = load_recipe(name).override("sm_90a", ranks)
     spec = read_shape(recipe.model)[0]
     spec = spec if layers is None else first_layers(spec, layers)
     found = load_table("h200", RATES["sm_90a"])
     assert found is not None
-    return Predictor(spec, recipe, planned_weights(spec, recipe), Mesh(1, 1), found)
+    return Predictor(spec, recipe, planned_weights(spec, recipe), Mesh(ranks, ranks), found)
 
 
 @pytest.mark.parametrize("row", dict.fromkeys(row for row, _, _ in measured_rows()))
@@ -64,6 +64,16 @@ def test_predictions_are_within_10_percent_of_the_measured_steps(row: str) -> No
     assert set(errors) == BATCHES
     assert max(map(abs, errors.values())) < 0.1, errors
     assert not list(made.notes())  # every time is a measured one
+
+
+@pytest.mark.parametrize("row", dict.fromkeys(row for row, _, _ in measured_rows("Two H200s")))
+def test_two_ranks_are_within_10_percent(row: str) -> None:
+    """Of another run than the tables are of; what the ranks exchange is in it."""
+    made, rows = predictor(row, 2), list(measured_rows("Two H200s", 3))
+    errors = {b: made.decode(b, 4096).seconds * 1e3 / ms - 1 for other, b, ms in rows if other == row}
+    assert set(errors) == BATCHES
+    assert max(map(abs, errors.values())) < 0.1, errors
+    assert not list(made.notes())
 
 
 def test_contexts_that_no_table_has_are_within_10_percent() -> None:
@@ -95,4 +105,5 @@ def test_the_table_is_of_the_engines_of_the_results() -> None:
     found = load_table("h200", RATES["sm_90a"])
     assert found is not None
     rows = {engine_of(row)[0] for row, _, _ in measured_rows()}
+    rows |= {f"{engine_of(row)[0]}-2ranks" for row, _, _ in measured_rows("Two H200s")}
     assert rows == {source.engine.removesuffix(".engine") for source in found.sources}

@@ -312,7 +312,7 @@ def test_what_it_prints() -> None:
         "with 18,084 cache blocks on H200",
         "limits: {batch_tokens: 1024, sequences: 96, context_tokens: 32768}, decode_buckets up to 96, which",
         "predicted on 8 x H200, from kernels measured on ",
-        "communication of 8 ranks is not predicted and left out",
+        "what 8 ranks exchange is left out: it was not measured among so many",
         "no rates are predicted for H100 80 GB: no kernels were measured there",
     ):
         assert part in output, output
