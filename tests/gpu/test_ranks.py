@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.engines import compile_tiny
 from support.quality import held_out, judge, nats_apart
-from support.ranks import compile_ranks, environment, free_port, rank_processes, start, wait_until_gone
+from support.ranks import compile_ranks, environment, free_port, rank_processes, rest, start, wait_until_gone
 from support.top_1 import check_top_1, logits_of
 
 from dsc import runtime
@@ -175,7 +175,7 @@ def test_a_killed_rank_by_nccl(fp32: Path) -> None:
         assert any(line.startswith('["NCCL') for line in ranks[0].stdout)  # it has loaded and generated
         time.sleep(0.5)
         ranks[1].kill()
-        output, _ = ranks[0].communicate(timeout=KILL_SECONDS)
+        output = rest(ranks[0], KILL_SECONDS)
     finally:
         for rank in ranks:
             rank.kill()

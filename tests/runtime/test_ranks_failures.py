@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.ranks import compile_ranks, environment, free_port, rank_processes, start, wait_for, wait_until_gone
+from support.ranks import compile_ranks, environment, free_port, rank_processes, rest, start, wait_for, wait_until_gone
 
 from dsc import runtime
 from dsc.runtime.artifact import EngineFolder
@@ -321,7 +321,7 @@ def test_ctrl_c_ends_a_call_and_an_exception_the_ranks(folder: Path) -> None:
     time.sleep(0.3)
     leader.send_signal(signal.SIGINT)
     assert leader.stdout.readline() == "interrupted\n"
-    text, _ = leader.communicate(timeout=20)
+    text = rest(leader)
     assert leader.returncode == 1
     assert "RuntimeError: of the user" in text
     assert len(processes) == 1

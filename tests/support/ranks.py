@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -86,6 +87,19 @@ def start(script: str, *arguments: object, given: dict[str, str] | None = None) 
         preexec_fn=hear_interrupts,
         env={**os.environ, "OMP_NUM_THREADS": "1", **(given or {})},
     )
+
+
+def rest(process: subprocess.Popen[str], seconds: float = 20.0) -> str:
+    """What a process that ends by itself still prints. `communicate` would lose what came with the last line read."""
+    assert process.stdout is not None
+    ending = threading.Timer(seconds, process.kill)
+    ending.start()
+    try:
+        text = process.stdout.read()
+    finally:
+        ending.cancel()
+    process.wait(seconds)
+    return text
 
 
 def wait_for(found: Callable[[], object], seconds: float = 20.0) -> None:
