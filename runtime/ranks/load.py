@@ -43,7 +43,7 @@ def load_ranks(folder: EngineFolder, options: LoadOptions) -> Engine:
     store = torchrun_store(launch, str(folder.path))
     if launch.rank == 0:
         return _lead(folder, options, launch, store, None)
-    follow(folder, launch, store, verify=options.verify and launch.local_rank == 0)
+    follow(folder, launch, store)
     raise SystemExit(0)
 
 
@@ -57,7 +57,7 @@ def _lead(
     folder: EngineFolder, options: LoadOptions, launch: Launch, store: dist.Store, children: Children | None
 ) -> Engine:
     where = str(folder.path)
-    words = {"options": asdict(replace(options, verify=False)), "threads": torch.get_num_threads()}
+    words = {"options": asdict(options), "threads": torch.get_num_threads()}
     try:
         alive = children.check if children is not None else lambda: None
         channels = Door(store, launch).welcome(Build.of(folder), words, where, alive)
@@ -85,7 +85,7 @@ def _lead(
     return engine
 
 
-def follow(folder: EngineFolder, launch: Launch, store: dist.Store, verify: bool) -> None:
+def follow(folder: EngineFolder, launch: Launch, store: dist.Store) -> None:
     """Be a rank other than 0 until the engine is closed. The process ends where the leader is gone.
 
     Raises DscError where the leader does not come or refuses, and what went wrong on this rank, of which it tells the leader.
@@ -96,7 +96,7 @@ def follow(folder: EngineFolder, launch: Launch, store: dist.Store, verify: bool
         launch.rank, launch.ranks, launch.local_rank, channel.address, store, leader.agree_least, launch.local_ranks
     )
     try:
-        options = LoadOptions(**{**words["options"], "verify": verify})
+        options = LoadOptions(**words["options"])
         if folder.manifest.target == "cpu":
             torch.set_num_threads(words["threads"])
         engine = make_engine(folder, options, group, RankLoop)
