@@ -18,6 +18,7 @@ from dsc.runtime.ranks.channel import Channel, Message, encode
 from dsc.runtime.ranks.processes import END_SECONDS, Children
 
 PATIENCE = 10.0  # seconds until a failure that some ranks met and others did not ends the engine
+HEARING = 1.0  # seconds within which a rank's end is heard of by those who fail because of it
 
 
 def failure_text(error: BaseException) -> str:
@@ -125,7 +126,15 @@ class Followers:
         return least
 
     def refuse(self, error: BaseException) -> None:
-        """The leader cannot go on: tell the others why, and end them."""
+        """The leader cannot go on: tell the others why, and end them. Raises DscError where another rank ended before, of
+        which the leader's error tells only the consequence."""
+        if isinstance(error, Exception) and not isinstance(error, DscError):
+            with self._changed:
+                self._changed.wait_for(lambda: self._fault, HEARING)
+            try:
+                self.check()
+            except DscError as fault:
+                raise fault from error
         with suppress(DscError):
             self._send("refused", {"text": failure_text(error)})
         self._end(DscError("rank 0 of the engine has failed", where=self._where, got=failure_text(error)))
@@ -186,9 +195,10 @@ class Followers:
                 self._failures = {}
             self._failed_at = time.monotonic()
             self._failures[rank] = message.body["text"]
+            alone = self._failed_alone()
             self._changed.notify_all()
         if late:
-            self._end(self._failed_alone())
+            self._end(alone)
 
     def _lose_patience(self) -> None:
         """End the engine where another rank failed and the leader waits for it in vain."""

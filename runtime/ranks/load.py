@@ -67,9 +67,9 @@ def _lead(
             children.wait()
         raise
     ends: list[Callable[[], None]] = []
+    address = next(iter(channels.values())).address
     followers = Followers(channels, children, ends, where)
     try:
-        address = next(iter(channels.values())).address
         group = Group(
             0, launch.ranks, launch.local_rank, address, store, followers.agree_least, launch.local_ranks, ends
         )
@@ -114,9 +114,10 @@ def follow(folder: EngineFolder, launch: Launch, store: dist.Store) -> None:
 
 
 def _communicator(engine: Engine, group: Group) -> Communicator | None:
-    """By which ops on a CPU reach the other ranks, all of which have come here."""
+    """By which ops on a CPU reach the other ranks; None on GPUs. Waits until all have come here."""
     if engine.backend.device.type != "cpu":
         return None
+    group.agree_least(1)  # nobody waits in gloo, whose patience is short, for a rank that still loads or has failed
     found = GlooCommunicator(group)
     group.on_end(found.close)
     return found
