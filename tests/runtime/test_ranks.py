@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.engines import Sequences
@@ -146,6 +147,20 @@ def test_forward_and_drafts(fp32: Engine, two: Engine) -> None:
         assert engine.cache.pool.num_free == engine.cache.pool.num_blocks
     for wanted, got in zip(*results, strict=True):
         torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_what_cannot_be_told_to_the_others_is_refused_before_they_hear_of_it(two: Engine) -> None:
+    pool = two.cache.pool
+    taken = pool.take(np.int64(2))  # type: ignore[arg-type]
+    assert taken is not None
+    pool.give(torch.tensor(taken))  # type: ignore[arg-type]
+    assert pool.num_free == pool.num_blocks
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        pool.take(1.5)  # type: ignore[arg-type]
+    batch = Batch.of([Segment([1, 2], 0, [0])], two.cache.block_tokens)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        two.forward(batch, phase=b"decode")  # type: ignore[arg-type]
+    assert two.generate(PROMPTS[:1], max_tokens=4, **GREEDY)
 
 
 def test_what_all_ranks_refuse_leaves_them_in_step(fp32: Engine, two: Engine) -> None:
