@@ -55,7 +55,8 @@ def load(
     raises        DscError: no engine, another version or target, files missing or changed, no room for weights and cache,
                   ranks that are missing, of another build, or cannot load
 
-    An engine of several ranks runs in as many processes. One process that loads it starts the others on its own machine.
+    An engine of several ranks runs in as many processes. One process that loads it starts the others on its own machine;
+    on a CPU torch has no more threads in it from then on than a rank's part of the cores, unless you set them again.
     Where torchrun started them, all load it: on rank 0 this returns, on the others it serves, as rank 0's options say,
     until that engine is closed or gone, and then exits the process.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -49,8 +50,18 @@ def load_ranks(folder: EngineFolder, options: LoadOptions) -> Engine:
 
 def _lead_children(folder: EngineFolder, options: LoadOptions) -> Engine:
     ranks, store = folder.manifest.ranks, home_store()
+    if folder.manifest.target == "cpu":
+        share_cores(ranks)
     children = Children(str(folder.path), ranks, store.port)
     return _lead(folder, options, Launch(0, ranks, 0, ranks), store, children)
+
+
+def share_cores(ranks: int) -> None:
+    """Lower torch's number of threads, which every rank takes over, until all ranks of this machine together have no more
+    than it has cores: threads that wait for others of their rank keep those of the other ranks from running."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if torch.get_num_threads() * ranks > cores:
+        torch.set_num_threads(max(1, cores // ranks))
 
 
 def _lead(

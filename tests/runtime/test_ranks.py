@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from dsc.runtime.bench import measure
 from dsc.runtime.bench_points import Plan
 from dsc.runtime.engine import Engine
 from dsc.runtime.errors import DscError
+from dsc.runtime.ranks.load import share_cores
 from dsc.runtime.request import Output
 
 PROMPTS = [
@@ -175,6 +177,21 @@ def test_what_all_ranks_refuse_leaves_them_in_step(fp32: Engine, two: Engine) ->
         two.generate([[]])
     wanted, got = (engine.generate(PROMPTS[:2], max_tokens=8, **GREEDY) for engine in (fp32, two))
     assert said(got) == said(wanted)
+
+
+def test_ranks_share_the_cores(two_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    try:
+        for threads, ranks, wanted in ((8, 2, 4), (8, 4, 2), (8, 16, 1), (3, 4, 2), (2, 4, 2), (1, 4, 1)):
+            torch.set_num_threads(threads)
+            share_cores(ranks)
+            assert torch.get_num_threads() == wanted, (threads, ranks)
+        torch.set_num_threads(8)
+        with runtime.load(two_folder):
+            assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_rank_has_its_part_of_the_weights(fp32: Engine, two: Engine) -> None:
