@@ -19,9 +19,11 @@ from support.ranks import compile_ranks, rank_processes, wait_until_gone
 from support.tolerances import ENGINE_LOGIT_GAPS
 
 from dsc import runtime
+from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.batch import Batch, Segment
 from dsc.runtime.bench import measure
 from dsc.runtime.bench_points import Plan
+from dsc.runtime.diff import diff
 from dsc.runtime.engine import Engine
 from dsc.runtime.errors import DscError
 from dsc.runtime.ranks.load import share_cores
@@ -177,6 +179,12 @@ def test_what_all_ranks_refuse_leaves_them_in_step(fp32: Engine, two: Engine) ->
         two.generate([[]])
     wanted, got = (engine.generate(PROMPTS[:2], max_tokens=8, **GREEDY) for engine in (fp32, two))
     assert said(got) == said(wanted)
+
+
+def test_engines_for_different_numbers_of_ranks_differ_in_tables_alone(two_folder: Path, tmp_path: Path) -> None:
+    four = compile_ranks("fp32", 4, tmp_path)
+    (row,) = diff(EngineFolder.open(two_folder), EngineFolder.open(four))["tensors"]
+    assert row == {"weight": "expert_map", "a": "int32", "b": "int32", "bytes_a": 128, "bytes_b": 256}
 
 
 def test_ranks_share_the_cores(two_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
