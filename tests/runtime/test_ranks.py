@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from support.engines import Sequences
 from support.ranks import compile_ranks, rank_processes, wait_until_gone
 from support.tolerances import ENGINE_LOGIT_GAPS
 
 from dsc import runtime
+from dsc.compiler.cli import main
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.batch import Batch, Segment
 from dsc.runtime.bench import measure
@@ -185,6 +187,9 @@ def test_engines_for_different_numbers_of_ranks_differ_in_tables_alone(two_folde
     four = compile_ranks("fp32", 4, tmp_path)
     (row,) = diff(EngineFolder.open(two_folder), EngineFolder.open(four))["tensors"]
     assert row == {"weight": "expert_map", "a": "int32", "b": "int32", "bytes_a": 128, "bytes_b": 256}
+    shown = CliRunner().invoke(main, ["diff", str(two_folder), str(four)])
+    assert shown.exit_code == 1
+    assert "128 B / 256 B" in shown.output
 
 
 def test_ranks_share_the_cores(two_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
