@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.families import ABSENT, FAMILIES, change_config, dequantize_checkpoint, make_checkpoint
@@ -348,3 +349,11 @@ def test_files_that_are_no_config(tmp_path, content, text):
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(DscError, match=text):
         read_config(tmp_path)
+
+
+def test_what_only_packed_sources_have_is_left_out_of_other_specs(tmp_path: Path) -> None:
+    """So an engine that needs nothing new is read by whoever read engines before."""
+    for family in ("r1", "v2-lite"):
+        spec = read_config(make_checkpoint(tmp_path / family, family))
+        assert spec.to_json()["source"].keys() == {"kind", "block", "scale_fmt"}
+        assert ModelSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
