@@ -116,7 +116,7 @@ def step_memory(
     if recipe.target == "cpu":
         return StepMemory(arena, io)
     most = Most(batch_tokens, sequences, -(-recipe.limits.context_tokens // recipe.kv_cache.block_tokens), rows)
-    return StepMemory(arena + Scratch.of(recipe, ops, size).nbytes(most), io)
+    return StepMemory(arena + Scratch.of(recipe, ops, size, mesh.expert).nbytes(most), io)
 
 
 def _token_bytes(spec: ModelSpec, mesh: Mesh, size: int, codes: bool) -> int:

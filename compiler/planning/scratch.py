@@ -58,11 +58,11 @@ class Scratch:
     given: bool
 
     @staticmethod
-    def of(recipe: Recipe, ops: Sequence[PlannedOp], size: int) -> Scratch:
+    def of(recipe: Recipe, ops: Sequence[PlannedOp], size: int, groups: int) -> Scratch:
         """The recipe's target is a GPU."""
         capability = int(recipe.target.removeprefix("sm_").rstrip("a"))
         given = any("quantize" in op.formats for op in ops if op.name.endswith("post_attention_layernorm"))
-        return Scratch(ops, capability, size, recipe.kv_cache.block_tokens, recipe.parallel.expert, given)
+        return Scratch(ops, capability, size, recipe.kv_cache.block_tokens, groups, given)
 
     def nbytes(self, most: Most) -> int:
         """The most that one op keeps in a step."""

@@ -352,7 +352,7 @@ def test_files_that_are_no_config(tmp_path, content, text):
 
 
 def test_what_only_packed_sources_have_is_left_out_of_other_specs(tmp_path: Path) -> None:
-    """So an engine that needs nothing new is read by whoever read engines before."""
+    """Readers of engines from before know no such fields."""
     for family in ("r1", "v2-lite"):
         spec = read_config(make_checkpoint(tmp_path / family, family))
         assert spec.to_json()["source"].keys() == {"kind", "block", "scale_fmt"}

@@ -208,6 +208,16 @@ def test_what_a_step_needs_at_once(family: str, name: str, ranks: int, tmp_path:
     assert told.arena_bytes == pytest.approx(max(needed), rel=0.02)
 
 
+def test_ranks_that_nothing_cuts_weights_for_are_told() -> None:
+    """What a build refuses, a plan says."""
+    recipe = load_recipe("r1-wint4")
+    told = "8 ranks, and no pass cuts weights for them"
+    assert told not in make_plan(recipe, gpus=["h200"]).notes
+    without = replace(recipe, passes=tuple(entry for entry in recipe.passes if entry.name != "shard"))
+    assert told in make_plan(without, gpus=["h200"]).notes
+    assert told not in make_plan(without.override(ranks=1), gpus=["h200"]).notes
+
+
 def test_r1_on_the_gpus_of_its_recipes() -> None:
     """FP8 on eight H200 but not on eight A800; 4-bit experts on both: what the recipes promise."""
     fits = {}

@@ -94,7 +94,7 @@ def test_stacks_of_experts_in_bfloat16_are_counted() -> None:
     """R1's of a rank of eight, gate or down and up: 1.9 GB from 144 pairs an expert on."""
     recipe = load_recipe(R1)
     spec, _ = read_shape(recipe.model)
-    kept = Scratch.of(recipe, prefill_ops(spec, recipe, Mesh(8, 8)), size=2)
+    kept = Scratch.of(recipe, prefill_ops(spec, recipe, Mesh(8, 8)), size=2, groups=8)
     fewer, more = (kept.nbytes(Most(T=tokens, B=256, P=512, R=512)) for tokens in (4607, 4608))
     assert scratch.most_tokens_as_codes({"wint4"}, 32 * 2048 * 7168, 256, 8) == 4607
     assert 2 * 2 * 32 * 2048 * 7168 <= more - fewer < 2 * 2 * 32 * 2048 * 7168 + (1 << 20)
