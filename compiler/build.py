@@ -41,7 +41,7 @@ from dsc.compiler.ledger import Ledger, make_ledger
 from dsc.compiler.lower import lower
 from dsc.compiler.pipeline import PipelineReport
 from dsc.compiler.planning.serving import serving_settings
-from dsc.compiler.planning.sharding import check_parallel, unbuilt
+from dsc.compiler.planning.sharding import check_parallel, unbuilt, uncut
 from dsc.compiler.planning.weights import planned_weights
 from dsc.compiler.progress import Progress
 from dsc.compiler.random_checkpoint import RandomCheckpoint, describe
@@ -238,19 +238,12 @@ def _parallel_faults(recipe: Recipe) -> list[DscError]:
     faults = [
         DscError(what, where=recipe.where, wanted=wanted, got=got, try_=try_) for what in unbuilt(recipe.parallel)
     ]
-    names = [entry.name for entry in recipe.passes]
-    if recipe.parallel.num_ranks > 1 and "shard" not in names:
-        what = f"{recipe.parallel.num_ranks} ranks, and no pass cuts weights for them"
-        listed = ", ".join(names)
-        faults.append(
-            DscError(
-                what,
-                where=recipe.where,
-                wanted="shard in passes, before plan_memory",
-                got=listed,
-                try_="the line `  - shard` before `  - plan_memory`, or --ranks 1",
-            )
-        )
+    listed = ", ".join(entry.name for entry in recipe.passes)
+    try_ = "the line `  - shard` before `  - plan_memory`, or --ranks 1"
+    faults += [
+        DscError(what, where=recipe.where, wanted="shard in passes, before plan_memory", got=listed, try_=try_)
+        for what in uncut(recipe)
+    ]
     return faults
 
 

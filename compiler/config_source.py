@@ -68,14 +68,17 @@ def _awq(quantization: JsonFields) -> SourceFormat:
     """AutoAWQ's layout for its GEMM kernels. Zeros are stored whatever zero_point says."""
     bits = quantization.choice(quantization.alias("bits", "w_bit"), (4,))
     group = _group(quantization, quantization.alias("group_size", "q_group_size"))
-    quantization.choice("version", ("gemm", "GEMM"), "gemm")
+    for key in ("version", "checkpoint_format", "format"):  # GPTQModel writes all three
+        quantization.choice(key, ("gemm", "GEMM"), "gemm")
+    quantization.choice("method", ("awq",), "awq")
+    quantization.choice("pack_dtype", ("int32",), "int32")
+    quantization.choice("desc_act", (False,), False)
     quantization.flag("zero_point", True)
     quantization.flag("sym", True)
     quantization.choice("lm_head", (False,), False)
-    kept = _names(quantization, "modules_to_not_convert")
+    kept = tuple(f"*{name}" for name in _names(quantization, "modules_to_not_convert")) + _dynamic(quantization)
     quantization.unknown((*RUN_KEYS, *MODULE_KEYS))
-    packing = Packing("awq", bits or 4, group or 0)
-    return SourceFormat("packed", packing=packing, unpacked=tuple(f"*{name}" for name in kept))
+    return SourceFormat("packed", packing=Packing("awq", bits or 4, group or 0), unpacked=kept)
 
 
 def _gptq(quantization: JsonFields) -> SourceFormat:
@@ -83,6 +86,7 @@ def _gptq(quantization: JsonFields) -> SourceFormat:
     bits = quantization.choice("bits", (4, 8))
     group = _group(quantization, "group_size")
     format_ = quantization.choice(quantization.alias("checkpoint_format", "format"), ("gptq", "gptq_v2"), "gptq")
+    quantization.choice("method", ("gptq",), "gptq")
     quantization.flag("sym", True)
     quantization.choice("lm_head", (False,), False)
     quantization.choice("pack_dtype", ("int32",), "int32")

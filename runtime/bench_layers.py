@@ -76,9 +76,8 @@ class GpuCall(Protocol):
     def call(self) -> Callable[[int], object]: ...
 
 
-Agree = Callable[
-    [int], int
-]  # the least of the ranks' numbers: what is replayed holds collectives, so all replay it as often
+# The least of the ranks' numbers: what is replayed holds collectives, so all replay it as often.
+Agree = Callable[[int], int]
 
 
 def alone(number: int) -> int:

@@ -37,7 +37,8 @@ from dsc.runtime.errors import DscError
 from dsc.runtime.program import layer_of
 
 WARM_STEPS = 2
-ROUTING_STEPS = 16  # whose experts are counted: a layer's mean of fewer strays from what independent routing hits, a rank's part of it more so
+# Whose experts are counted: a layer's mean of fewer strays from what independent routing hits, a rank's part of it more.
+ROUTING_STEPS = 16
 
 
 class Bench:

@@ -132,7 +132,7 @@ def _tensors(a: EngineFolder, b: EngineFolder) -> Iterator[dict[str, Any]]:
             "bytes_a": one.nbytes if one else 0,
             "bytes_b": other.nbytes if other else 0,
         }
-        if one is not None and other is not None and one.shape == other.shape:
+        if one is not None and other is not None and not (one.is_table or other.is_table) and one.shape == other.shape:
             row.update(_change(one, other))
         yield row
         a.release_pages()
@@ -158,6 +158,11 @@ class EngineWeight:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.stored().shape
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it holds numbers of things, whose changes have no size: places of experts."""
+        return self.entry.format == self.entry.dtype == "int32"
 
     def same_bytes(self, other: EngineWeight) -> bool:
         """By their hashes."""

@@ -45,7 +45,7 @@ def _weights(rows: Sequence[Data]) -> list[tuple[str, ...]]:
             row["weight"],
             row["a"],
             row["b"],
-            f"{size_text(row['bytes_a'])} / {size_text(row['bytes_b'])}" if row["a"] != row["b"] else size_text(row["bytes_a"]),
+            " / ".join(size_text(size) for size in dict.fromkeys((row["bytes_a"], row["bytes_b"]))),
             f"{row['largest']:.4g}" if "largest" in row else "-",
             f"{row['relative']:.4g}" if "relative" in row else "-",
             row.get("at", "-"),

@@ -50,14 +50,15 @@ def load(
     cache_tokens  tokens the latent cache holds; None: what the engine's limits ask for, or what fits into the memory that
                   is left (half of it on a CPU), if that is room for one sequence
     prefix_reuse  prompts that begin alike share their beginning in the cache
-    verify        compare every file with its hash, beside binding
+    verify        compare every file with its hash, beside binding; ranks of one machine share them
     gpu_memory    bytes of the GPU's memory to take in all, weights and cache; None: what is free
     raises        DscError: no engine, another version or target, files missing or changed, no room for weights and cache,
                   ranks that are missing, of another build, or cannot load
 
-    An engine of several ranks runs in as many processes. One process that loads it starts the others on its own machine.
-    Where torchrun started them, all load it: on rank 0 this returns, on the others it serves until that engine is closed
-    or gone, and then exits the process.
+    An engine of several ranks runs in as many processes. One process that loads it starts the others on its own machine;
+    on a CPU torch has no more threads in it from then on than a rank's part of the cores, unless you set them again.
+    Where torchrun started them, all load it: on rank 0 this returns, on the others it serves, as rank 0's options say,
+    until that engine is closed or gone, and then exits the process.
     """
     folder = EngineFolder.open(path)
     options = LoadOptions(device, cache_tokens, prefix_reuse, verify, gpu_memory)
@@ -87,7 +88,8 @@ def make_engine(
     rank = 0 if group is None else group.rank
     place = Place(rank, manifest.parallel.tensor, manifest.parallel.expert)
     least = _least_cache_bytes(manifest, options.cache_tokens)
-    checking = _Checking(folder) if options.verify else None
+    share = (0, 1) if group is None else (group.local_rank, group.local_ranks)
+    checking = _Checking(folder, share) if options.verify else None
     try:
         backend = make_backend(folder, options.device, options.gpu_memory, least, place=place, group=group)
         engine = Engine(folder, backend, options.cache_tokens, options.prefix_reuse, group, make_loop)
@@ -114,17 +116,17 @@ def _itself(number: int) -> int:
 
 
 class _Checking(threading.Thread):
-    """Hashes the engine's files beside other work."""
+    """Hashes the engine's files beside other work: a share of them, where ranks of one machine have the others."""
 
-    def __init__(self, folder: EngineFolder) -> None:
+    def __init__(self, folder: EngineFolder, share: tuple[int, int]) -> None:
         super().__init__(daemon=True)
-        self._folder = folder
+        self._folder, self._share = folder, share
         self._fault: BaseException | None = None
         self.start()
 
     def run(self) -> None:
         try:
-            self._folder.verify_hashes()
+            self._folder.verify_hashes(share=self._share)
         except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             self._fault = error
 

@@ -137,8 +137,11 @@ class ModelSpec:
         return self.num_experts > 0 and layer >= self.num_dense_layers
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads back."""
-        return asdict(self)
+        """A JSON object that `from_json` reads back. What only packed sources have is left out of others."""
+        data = asdict(self)
+        if self.source.packing is None:
+            data["source"] = {key: data["source"][key] for key in ("kind", "block", "scale_fmt")}
+        return data
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ModelSpec:

@@ -1,7 +1,8 @@
 """What fits: weights of each rank, memory of a step, tokens of cache on a GPU, and the settings that use it best.
 
-Memory of a step is worked out from widths: the most that one op of the prefill graph needs at once. What CUDA, its graphs
-and kernels' own workspace take besides comes out of the share of memory that is left alone.
+Memory of a step is worked out from widths: the most that one op of the prefill graph needs at once, and beside it the most
+that one op's kernels keep (dsc.compiler.planning.scratch). What CUDA, its graphs and its libraries take besides comes out of
+the share of memory that is left alone.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from dsc.compiler.ir.mesh import Mesh
 from dsc.compiler.ir.splits import EXPERT_MAP, HEAD, splits_of
 from dsc.compiler.ir.weight import DTYPE_BYTES
 from dsc.compiler.planning.gpus import Gpu
+from dsc.compiler.planning.ops import PlannedOp, missing_passes, planned_ops
+from dsc.compiler.planning.scratch import CODES, Most, Scratch
 from dsc.compiler.planning.sharding import rank_bytes, stage_layers
-from dsc.compiler.planning.weights import PlannedWeight
+from dsc.compiler.planning.weights import PlannedWeight, planned_weights
 from dsc.compiler.recipe import Recipe
 from dsc.runtime.manifest import Limits
 from dsc.runtime.spec import ModelSpec
@@ -82,40 +85,61 @@ class StepMemory:
         return self.arena_bytes + 2 * self.io_bytes
 
 
-def step_memory(spec: ModelSpec, recipe: Recipe, mesh: Mesh, batch_tokens: int, sequences: int) -> StepMemory:
-    """Memory of the largest step: `batch_tokens` tokens, logits of every row that is sampled."""
+def prefill_ops(spec: ModelSpec, recipe: Recipe, mesh: Mesh) -> list[PlannedOp]:
+    """Ops of a rank's prefill graph; [] where the recipe does not insert them all."""
+    if missing_passes(recipe):
+        return []
+    return planned_ops(spec, recipe, planned_weights(spec, recipe), mesh, "prefill")
+
+
+def step_memory(
+    spec: ModelSpec,
+    recipe: Recipe,
+    mesh: Mesh,
+    batch_tokens: int,
+    sequences: int,
+    ops: Sequence[PlannedOp] | None = None,
+) -> StepMemory:
+    """Memory of the largest step: `batch_tokens` tokens, logits of every row that is sampled.
+
+    ops  what `prefill_ops` gives, where it was worked out before
+    """
+    if ops is None:
+        ops = prefill_ops(spec, recipe, mesh)
     size = _activation_bytes(recipe)
-    hidden, heads = spec.hidden_size, spec.num_heads // mesh.tensor
-    queries, values = heads * spec.qk_head_dim, heads * spec.v_head_dim
-    cached, lora = spec.cache_width, spec.q_lora_rank or 0
-    # Values a token that are needed at once, the residual stream among them.
-    ops = [
-        (lora or queries) + cached + 2 * hidden,
-        lora + queries + cached + hidden,
-        queries + values + cached + hidden,
-        4 * hidden,  # AddRmsNorm: two in, two out
-    ]
-    if spec.num_dense_layers:
-        dense = spec.intermediate_size // mesh.tensor
-        ops += [3 * dense + hidden, 2 * dense + 2 * hidden]
-    if spec.num_experts:
-        ops.append(3 * hidden + spec.experts_per_token * (4 + 4) // size)
     rows = min(batch_tokens, sequences * (1 + recipe.mtp.drafts)) if recipe.target != "cpu" else batch_tokens
     splits = () if spec.tie_word_embeddings else splits_of(spec, HEAD, "lm_head", mesh)
     logits = sum(split.part(spec.vocab_size) for split in splits) * rows * LOGIT_BYTES  # of one rank, to be gathered
-    io = rows * spec.vocab_size * LOGIT_BYTES + batch_tokens * hidden * size
-    arena = max(max(ops) * batch_tokens * size, logits)
-    scratch = _scratch_values(spec, recipe, mesh) * batch_tokens * size
-    gathered = 0 if recipe.target == "cpu" else mesh.tensor * logits
-    return StepMemory(arena + max(scratch, gathered), io)
+    io = rows * spec.vocab_size * LOGIT_BYTES + batch_tokens * spec.hidden_size * size
+    codes = any("quantize" in op.formats for op in ops if op.op == "AddRmsNorm")
+    arena = max(_token_bytes(spec, mesh, size, codes) * batch_tokens, logits)
+    if recipe.target == "cpu":
+        return StepMemory(arena, io)
+    most = Most(batch_tokens, sequences, -(-recipe.limits.context_tokens // recipe.kv_cache.block_tokens), rows)
+    return StepMemory(arena + Scratch.of(recipe, ops, size, mesh.expert).nbytes(most), io)
 
 
-def _scratch_values(spec: ModelSpec, recipe: Recipe, mesh: Mesh) -> int:
-    """Values a token that GPU kernels keep beside the arena: an inner and an outer row for each of a token's experts."""
-    if recipe.target == "cpu" or not spec.num_experts:
-        return 0
-    rows = spec.experts_per_token + (1 if spec.num_shared_experts else 0)
-    return rows * (spec.moe_intermediate_size // mesh.expert_width_ways + spec.hidden_size)
+def _token_bytes(spec: ModelSpec, mesh: Mesh, size: int, codes: bool) -> int:
+    """Bytes a token that are needed at once, by the op that needs most; the residual stream is among them.
+
+    size   of an activation
+    codes  whether norms give what fp8 weights are multiplied by, too
+    """
+    hidden, heads = spec.hidden_size, spec.num_heads // mesh.tensor
+    queries, values = heads * spec.qk_head_dim, heads * spec.v_head_dim
+    cached, lora = spec.cache_width, spec.q_lora_rank or 0
+    # By whether the norm's result is among them: where it is, so are its codes and their scales.
+    normed, others = [4 * hidden], []  # AddRmsNorm: two in, two out
+    normed.append((lora or queries) + cached + 2 * hidden)
+    others += [lora + queries + cached + hidden, queries + values + cached + hidden]
+    if spec.num_dense_layers:
+        dense = spec.intermediate_size // mesh.tensor
+        normed.append(2 * dense + 2 * hidden)
+        others.append(3 * dense + hidden)
+    if spec.num_experts:
+        normed.append(3 * hidden + spec.experts_per_token * (4 + 4) // size)
+    beside = hidden + 4 * -(-hidden // CODES) if codes else 0
+    return max(max(normed) * size + beside, max(others) * size)
 
 
 def _activation_bytes(recipe: Recipe) -> int:
@@ -182,7 +206,8 @@ def fit(spec: ModelSpec, recipe: Recipe, stages: Sequence[Stage], mesh: Mesh, gp
     usable = int(gpu.memory_bytes * MEMORY_SHARE)
     weights = max(stage.weight_bytes for stage in stages)
 
-    step = step_memory(spec, recipe, mesh, limits.batch_tokens, limits.sequences).total
+    ops = prefill_ops(spec, recipe, mesh)
+    step = step_memory(spec, recipe, mesh, limits.batch_tokens, limits.sequences, ops).total
 
     def tokens(num_bytes: int) -> int:
         block = recipe.kv_cache.block_tokens
@@ -195,7 +220,7 @@ def fit(spec: ModelSpec, recipe: Recipe, stages: Sequence[Stage], mesh: Mesh, gp
     if not reasons:
 
         def held_with(batch_tokens: int, sequences: int) -> int:
-            needed = step_memory(spec, recipe, mesh, batch_tokens, sequences).total
+            needed = step_memory(spec, recipe, mesh, batch_tokens, sequences, ops).total
             return tokens(usable - weights - needed) if needed <= (usable - weights) * STEP_SHARE else 0
 
         best = _best(recipe, STEPS, SEQUENCES, held_with, sequence_tokens)

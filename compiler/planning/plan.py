@@ -16,7 +16,7 @@ from dsc.compiler.planning.gpus import find_gpu, gpus_of
 from dsc.compiler.planning.measured import load_table
 from dsc.compiler.planning.rates import Prediction, predict
 from dsc.compiler.planning.serving import SEQUENCE_TOKENS, serving_settings
-from dsc.compiler.planning.sharding import allowed_meshes, check_parallel, unbuilt
+from dsc.compiler.planning.sharding import allowed_meshes, check_parallel, unbuilt, uncut
 from dsc.compiler.planning.source import Source, read_source
 from dsc.compiler.planning.weights import PlannedWeight, planned_weights
 from dsc.compiler.recipe import Recipe
@@ -133,7 +133,13 @@ def make_plan(
         rates=tuple(_rates(spec, recipe, weights, mesh, item) for item in fits if item.serving),
         serving=serving_settings(spec, recipe),
         build=build_cost(spec, weights, source.bytes),
-        notes=(*source.notes, *unbuilt(recipe.parallel), *_format_notes(weights), *_rounded_again(spec, weights)),
+        notes=(
+            *source.notes,
+            *unbuilt(recipe.parallel),
+            *uncut(recipe),
+            *_format_notes(weights),
+            *_rounded_again(spec, weights),
+        ),
     )
 
 

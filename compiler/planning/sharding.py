@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from dsc.compiler.ir.mesh import Mesh
 from dsc.compiler.ir.splits import EXPERT_MAP, Split, divided, shape_of_rank, splits_of
-from dsc.compiler.planning.weights import PlannedWeight, stored_bytes
+from dsc.compiler.planning.weights import PlannedWeight, sharded, stored_bytes
+from dsc.compiler.recipe import Recipe
 from dsc.plugins.formats import Format
 from dsc.runtime.errors import DscError
 from dsc.runtime.manifest import Parallel
@@ -49,6 +50,12 @@ def unbuilt(parallel: Parallel) -> list[str]:
     if parallel.tensor % parallel.expert:
         found.append("engines whose expert ranks do not divide their tensor ranks are not built yet")
     return found
+
+
+def uncut(recipe: Recipe) -> list[str]:
+    """That a recipe of several ranks has no pass that cuts weights for them; [] where it has, or needs none."""
+    ranks = recipe.parallel.num_ranks
+    return [f"{ranks} ranks, and no pass cuts weights for them"] if ranks > 1 and not sharded(recipe) else []
 
 
 def check_parallel(spec: ModelSpec, weights: Sequence[PlannedWeight], parallel: Parallel, where: str) -> Mesh:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import triton
 
 from dsc.plugins.gpu_node import GpuNode, Typed
+from dsc.plugins.mla_attention.scratch import CHUNK, SPARE, absorbed_tile
 from dsc.plugins.mla_attention.triton_decode import (
     mla_attend,
     mla_queries,
@@ -21,8 +22,6 @@ from dsc.plugins.mla_attention.triton_decode import (
 )
 from dsc.runtime.steps import Kernel, Repeat, Scalar, Step, TensorMap
 
-CHUNK = 1024  # tokens whose absorbed queries are in memory at a time
-SPARE = 160  # pieces beyond one a tile of rows: enough to keep any chip busy with a single sequence
 MIXED_PROGRAMS = 2  # on a multiprocessor, of the kernels that serve short queries beside long ones
 RANGES = 128  # at most so many parts of one context
 
@@ -96,15 +95,16 @@ FEW_HEADS = (
 
 def tiles_for(node: GpuNode, dtype: str) -> Tiles:
     """What attends, by architecture and types."""
+    rows, programs = absorbed_tile(node.arch.capability, dtype)
     if dtype == "float32":
-        return Tiles(16, 16, 8, 1, programs=2)
+        return Tiles(rows, 16, 8, 1, programs)
     a = node.attributes
     if node.arch.capability == 90:
         shape = (a["latent_dim"], a["rope"], a["block_tokens"], a["cache_dtype"])
         cuda = node.arch.name == "sm_90a" and shape == (512, 64, 64, "bfloat16")
         whole = int(a["block_tokens"]) % 64 == 0  # a block number for each key takes registers
-        return Tiles(64, 64 if whole else 32, 8, 2, cuda=cuda)
-    return Tiles(64, 32, 8, 2) if node.arch.capability >= 100 else Tiles(16, 32, 4, 2, programs=2)
+        return Tiles(rows, 64 if whole else 32, 8, 2, programs, cuda)
+    return Tiles(rows, 32, 8 if node.arch.capability >= 100 else 4, 2, programs)
 
 
 def compute_dtype(node: GpuNode) -> str:

@@ -9,11 +9,10 @@ import triton
 
 from dsc.plugins.gpu_node import Arch, GpuNode, Typed
 from dsc.plugins.mla_attention import sm90_mla_prefill
+from dsc.plugins.mla_attention.scratch import SCRATCH_ROWS, UNIT, expanded_span, expanded_units
 from dsc.plugins.mla_attention.triton_prefill import mla_contexts, mla_dequantize, mla_expand, mla_prefill
 from dsc.runtime.steps import Kernel, Repeat, Step
 
-UNIT = 64  # tokens to which contexts are rounded up, as in triton_prefill
-SCRATCH_ROWS = 1 << 20  # rows of keys and values, tokens times heads, of a pass: 512 MiB at R1's widths
 DEQUANTIZE_ROWS = 16
 
 
@@ -36,9 +35,12 @@ class Tiles:
 
 def tiles_for(arch: Arch) -> Tiles:
     """By architecture: what its registers and shared memory hold."""
+    units = expanded_units(arch.capability)
     if arch.capability >= 100:
-        return Tiles(128, 64, 8, 2, 2, 64, 3)
-    return Tiles(128, 64, 8, 3, 2, 64, 3) if arch.capability >= 90 else Tiles(64, 32, 4, 2, 1, 32, 3, programs=2)
+        return Tiles(128, 64, 8, 2, units, 64, 3)
+    return (
+        Tiles(128, 64, 8, 3, units, 64, 3) if arch.capability >= 90 else Tiles(64, 32, 4, 2, units, 32, 3, programs=2)
+    )
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,8 @@ class Expanded:
         tiles, sm90 = tiles_for(node.arch), sm90_mla_prefill.applies(node)
         if sm90:
             tiles = replace(tiles, rows=sm90_mla_prefill.ROWS)
-        step = tiles.units * UNIT
         every = node.bounds["B"] * -(-node.bounds["P"] * int(node.attributes["block_tokens"]) // UNIT) * UNIT
-        span = max(step, min(SCRATCH_ROWS // heads, every + step - 1) // step * step)
+        span = expanded_span(heads, every, tiles.units, SCRATCH_ROWS)
         return Expanded(
             node,
             longest,

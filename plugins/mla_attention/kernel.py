@@ -5,12 +5,11 @@ from __future__ import annotations
 from dsc.plugins.gpu_node import GpuNode
 from dsc.plugins.mla_attention.absorbed import Absorbed, compute_dtype
 from dsc.plugins.mla_attention.expanded import Expanded
+from dsc.plugins.mla_attention.scratch import LONGEST
 from dsc.runtime.errors import DscError
 from dsc.runtime.steps import Variant
 
 MINIMUM = {"heads": 1, "nope": 16, "rope": 16, "v": 16, "latent_dim": 16}
-# More queries of one sequence are cheaper expanded: 1088 * q against 320 * q + 131072 FLOP a key and head.
-LONGEST = 192
 
 
 def lower(node: GpuNode) -> tuple[Variant, ...]:

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from dsc.plugins.formats import Format
 from dsc.plugins.gpu_node import GpuNode, Typed
+from dsc.plugins.moe.scratch import SMALLEST_TILE, step_tokens
 from dsc.plugins.moe.triton_experts import moe_sum, split_planes
 from dsc.plugins.triton_activations import quantize
 from dsc.plugins.triton_dequantize import dequantize
 from dsc.runtime.steps import Kernel
 
 PLAN_THREADS = 512
-SMALLEST_TILE = 8  # tokens: what the work list's memory is planned for
 SUM_BLOCK = 1024
 
 
@@ -115,9 +115,14 @@ class Work:
         """Of ranks, among which the layer's experts are spread."""
         return int(self.node.attributes.get("expert_groups", 1))
 
+    @property
+    def num_experts(self) -> int:
+        """Of the layer, on all ranks."""
+        return self.node.width("E") * self.expert_groups
+
     def tokens(self, pairs: float) -> int:
         """Tokens of a step in which an expert has `pairs` on average."""
-        return max(1, int(pairs * self.node.width("E") * self.expert_groups / self.node.width("K")))
+        return step_tokens(pairs, self.num_experts, self.node.width("K"))
 
     def plan(self, tile: int, late: bool = False) -> Kernel:
         """The step that makes the work list, in tiles of at most `tile` pairs.

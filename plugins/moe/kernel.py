@@ -14,6 +14,7 @@ from dsc.plugins.gpu_node import GpuNode, Typed
 from dsc.plugins.moe.few_tokens import Few, Stream, few_steps, joins, streams
 from dsc.plugins.moe.gpu_work import Experts, Work, num_tiles
 from dsc.plugins.moe.one_token import one_token_steps
+from dsc.plugins.moe.scratch import DEQUANTIZE_PAIRS, STREAMED_PAIRS, most_tokens_as_codes
 from dsc.plugins.moe.triton_experts import moe_down, moe_gate_up
 from dsc.plugins.triton_weights import block_k, codes, math_of
 from dsc.runtime.steps import Kernel, Step, Variant
@@ -22,15 +23,15 @@ from dsc.runtime.steps import Kernel, Step, Variant
 # tokens, of fp8 already a few, are faster through Triton (benchmarks/NOTES.md, "moe").
 _EIGHT, _FOUR = Stream(8, 1, 1), Stream(4, 1, 1)
 _LONG, _LEAN = Stream(8, 1, 2), Stream(4, 1, 1, 3)
+_CASES = {
+    "wint4": ((16, True, _LONG, _LONG), (16, False, _LONG, _LONG), (32, False, _LEAN, _LEAN)),
+    "wint8": ((16, True, _EIGHT, _EIGHT), (16, False, _EIGHT, _EIGHT)),
+    "fp8": ((16, True, _EIGHT, _EIGHT),),
+    "bf16": ((16, True, _FOUR, _FOUR), (16, False, _FOUR, _FOUR)),
+}
 FEW: dict[str, tuple[Few, ...]] = {
-    "wint4": (
-        Few(3 / 2, 16, True, _LONG, _LONG),
-        Few(16, 16, False, _LONG, _LONG),
-        Few(64, 32, False, _LEAN, _LEAN),
-    ),
-    "wint8": (Few(3 / 2, 16, True, _EIGHT, _EIGHT), Few(8, 16, False, _EIGHT, _EIGHT)),
-    "fp8": (Few(1 / 4, 16, True, _EIGHT, _EIGHT),),
-    "bf16": (Few(3 / 2, 16, True, _FOUR, _FOUR), Few(8, 16, False, _FOUR, _FOUR)),
+    kind: tuple(Few(pairs, *case) for pairs, case in zip(STREAMED_PAIRS[kind], cases, strict=True))
+    for kind, cases in _CASES.items()
 }
 
 
@@ -62,8 +63,6 @@ TILES: dict[str, tuple[Tile, ...]] = {
 }
 # Without wgmma (before and after Hopper) fewer rows, so that the sums stay in registers.
 TILES_ELSEWHERE = {**TILES, "wint4:128": (_SMALL, _MIDDLE, Tile(128, 64, True, 8, 3))}
-# From so many pairs an expert on, integer codes become bfloat16 once, where two of the stacks take no more memory than this.
-DEQUANTIZE_PAIRS, DEQUANTIZE_BYTES = {"wint4": 144, "wint8": 384}, 2 << 30
 
 
 def lower(node: GpuNode) -> tuple[Variant, ...]:
@@ -90,11 +89,11 @@ def lower(node: GpuNode) -> tuple[Variant, ...]:
 
 def _most_codes(work: Work) -> int:
     """The most tokens whose products decode the routed experts' integer codes themselves; 0: any number."""
+    if work.node.at("x").dtype != "bfloat16":
+        return 0
     kinds = {format_.kind for format_ in work.formats(work.routed)}
     values = work.node.width("E") * work.routed.width * work.node.width("D")
-    if not kinds <= DEQUANTIZE_PAIRS.keys() or work.node.at("x").dtype != "bfloat16" or 4 * values > DEQUANTIZE_BYTES:
-        return 0
-    return work.tokens(max(DEQUANTIZE_PAIRS[kind] for kind in kinds)) - 1
+    return most_tokens_as_codes(kinds, values, work.num_experts, work.node.width("K"), DEQUANTIZE_PAIRS)
 
 
 def _dequantized(work: Work) -> tuple[Step, ...]:

@@ -73,14 +73,7 @@ class Binder:
             for step, at in _flat(self._variant(node, values).steps, values):
                 call = self._step(node, step, at, behind_others)
                 if call is not None:
-                    name = (
-                        step.entry
-                        if isinstance(step, Kernel)
-                        else step.op
-                        if isinstance(step, Collective)
-                        else step.kind
-                    )
-                    bound.append(BoundStep(node.name, name, call))
+                    bound.append(BoundStep(node.name, _name(step), call))
                     behind_others = isinstance(step, Collective)
         return bound
 
@@ -220,6 +213,12 @@ class Binder:
                 return lambda stream: torch.mm(a[0], b[0], out=c[0])
             return lambda stream: torch.bmm(a, b, out=c)
         return lambda stream: torch.baddbmm(c, a, b, beta=step.beta, alpha=step.alpha, out=c)
+
+
+def _name(step: _Single) -> str:
+    if isinstance(step, Kernel):
+        return step.entry
+    return step.op if isinstance(step, Collective) else step.kind
 
 
 def _flat(steps: tuple[Step, ...], values: Mapping[str, int]) -> Iterator[tuple[_Single, Mapping[str, int]]]:

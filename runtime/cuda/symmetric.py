@@ -36,9 +36,8 @@ class SymmetricMemory:
         self._group = dist.ProcessGroup(self._store, group.rank, group.ranks)
         c10d._register_process_group(self._name, self._group)  # type: ignore[arg-type]
         weakref.finalize(self, c10d._unregister_process_group, self._name)  # type: ignore[arg-type]
-        os.environ.setdefault(
-            "TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"
-        )  # which nothing here uses, and takes the switch's room
+        # Multicast takes the switch's room, and nothing here uses it.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self._handle = c10d._SymmetricMemory.rendezvous(memory, self._name)
         self._side = torch.cuda.Stream(memory.device)
         with torch.cuda.stream(self._side):  # a kernel that is first used while another waits might wait for that one

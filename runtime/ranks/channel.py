@@ -6,6 +6,7 @@ import json
 import socket
 import struct
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 
 _LENGTH = struct.Struct("!Q")
+_MOST = 1 << 32  # bytes of a message's head
+_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}  # a machine that is gone is noticed in 90 s
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,9 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _ALIVE.items():
+            if hasattr(socket, name):  # not on every system
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._socket = connection
         self._sending = threading.Lock()
 
@@ -55,12 +61,22 @@ class Channel:
     def receive(self) -> Message | None:
         """The next message; None when the other end is gone, or has sent what is none."""
         try:
-            (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-            kind, body, types = json.loads(self._read(length))
+            kind, body, types = self._head(_MOST, None)
             tensors = tuple(self._tensor(*type_) for type_ in types)
         except (OSError, EOFError, ValueError):
             return None
         return Message(kind, body, tensors)
+
+    def receive_from_anybody(self, most: int, seconds: float) -> Message | None:
+        """A message without tensors from who may be nobody of ours; None where it is longer than `most` bytes, is not here
+        whole after `seconds`, or is none."""
+        try:
+            kind, body, types = self._head(most, time.monotonic() + seconds)
+        except (OSError, EOFError, ValueError, RecursionError):
+            return None
+        finally:
+            self._socket.settimeout(None)
+        return None if types else Message(kind, body)
 
     def close(self) -> None:
         """Nothing is sent or received any more; whoever waits in `receive` gets None."""
@@ -73,14 +89,25 @@ class Channel:
         """By which the other end reaches this machine."""
         return str(self._socket.getsockname()[0])
 
-    def set_timeout(self, seconds: float | None) -> None:
-        """How long to wait for bytes; a message that takes longer counts as the other end gone."""
-        self._socket.settimeout(seconds)
+    def _head(self, most: int, until: float | None) -> tuple[str, dict[str, Any], list[Any]]:
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, until))
+        if length > most:
+            raise ValueError(length)
+        head = json.loads(self._read(length, until))
+        if not (isinstance(head, list) and list(map(type, head)) == [str, dict, list]):
+            raise ValueError(head)
+        return head[0], head[1], head[2]
 
-    def _read(self, count: int) -> bytearray:
+    def _read(self, count: int, until: float | None = None) -> bytearray:
+        """So many bytes; raises TimeoutError where they are not here by `until`, of time.monotonic()."""
         found = bytearray(count)
         at = memoryview(found)
         while at:
+            if until is not None:
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                self._socket.settimeout(left)
             read = self._socket.recv_into(at)
             if not read:
                 raise EOFError

@@ -26,7 +26,7 @@ def main() -> None:
 
     launch = Launch(given.rank, given.ranks, given.rank, given.ranks)
     try:
-        follow(EngineFolder.open(given.folder), launch, home_store_at(given.port), verify=False)  # the leader does
+        follow(EngineFolder.open(given.folder), launch, home_store_at(given.port))
     except DscError as error:
         sys.exit(error.text())
     sys.stdout.flush()

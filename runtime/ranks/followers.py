@@ -18,6 +18,7 @@ from dsc.runtime.ranks.channel import Channel, Message, encode
 from dsc.runtime.ranks.processes import END_SECONDS, Children
 
 PATIENCE = 10.0  # seconds until a failure that some ranks met and others did not ends the engine
+HEARING = 1.0  # seconds within which a rank's end is heard of by those who fail because of it
 
 
 def failure_text(error: BaseException) -> str:
@@ -75,13 +76,17 @@ class Followers:
         """Whether nothing is done together any more: one failed, or the engine is closed."""
         return self._fault is not None
 
-    def begin(self, kind: str, body: dict[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
+    def event(self, kind: str, body: dict[str, Any], tensors: Sequence[torch.Tensor] = ()) -> bytes:
+        """What tells of the next event. Where it cannot be told, the exception is the leader's alone: nothing has begun."""
+        return encode(kind, {"event": self._event + 1, **body}, tensors)
+
+    def begin(self, event: bytes) -> None:
         """Tell all ranks of the next event; `succeed` or `fail` must follow."""
         self.check()
         with self._changed:
             self._event += 1
             self._in_event, self._failures = True, {}
-        self._send(kind, {"event": self._event, **body}, tensors)
+        self._send(event)
 
     def succeed(self) -> None:
         """The leader has done its part. Raises DscError where another rank has failed in its own."""
@@ -121,13 +126,21 @@ class Followers:
     def agree_least(self, number: int) -> int:
         """See `dsc.runtime.ranks.group.Group`."""
         least: int = min([number, *(answer.body["number"] for answer in self.answers("least").values())])
-        self._send("least", {"number": least})
+        self._send(encode("least", {"number": least}))
         return least
 
     def refuse(self, error: BaseException) -> None:
-        """The leader cannot go on: tell the others why, and end them."""
+        """The leader cannot go on: tell the others why, and end them. Raises DscError where another rank ended before, of
+        which the leader's error tells only the consequence."""
+        if isinstance(error, Exception) and not isinstance(error, DscError):
+            with self._changed:
+                self._changed.wait_for(lambda: self._fault, HEARING)
+            try:
+                self.check()
+            except DscError as fault:
+                raise fault from error
         with suppress(DscError):
-            self._send("refused", {"text": failure_text(error)})
+            self._send(encode("refused", {"text": failure_text(error)}))
         self._end(DscError("rank 0 of the engine has failed", where=self._where, got=failure_text(error)))
 
     def close(self) -> None:
@@ -186,9 +199,10 @@ class Followers:
                 self._failures = {}
             self._failed_at = time.monotonic()
             self._failures[rank] = message.body["text"]
+            alone = self._failed_alone()
             self._changed.notify_all()
         if late:
-            self._end(self._failed_alone())
+            self._end(alone)
 
     def _lose_patience(self) -> None:
         """End the engine where another rank failed and the leader waits for it in vain."""
@@ -200,8 +214,7 @@ class Followers:
 
     # -- the end
 
-    def _send(self, kind: str, body: dict[str, Any], tensors: Sequence[torch.Tensor] = ()) -> None:
-        message = encode(kind, body, tensors)
+    def _send(self, message: bytes) -> None:
         for rank, channel in self._channels.items():
             try:
                 channel.send(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -43,21 +44,31 @@ def load_ranks(folder: EngineFolder, options: LoadOptions) -> Engine:
     store = torchrun_store(launch, str(folder.path))
     if launch.rank == 0:
         return _lead(folder, options, launch, store, None)
-    follow(folder, launch, store, verify=options.verify and launch.local_rank == 0)
+    follow(folder, launch, store)
     raise SystemExit(0)
 
 
 def _lead_children(folder: EngineFolder, options: LoadOptions) -> Engine:
     ranks, store = folder.manifest.ranks, home_store()
+    if folder.manifest.target == "cpu":
+        share_cores(ranks)
     children = Children(str(folder.path), ranks, store.port)
     return _lead(folder, options, Launch(0, ranks, 0, ranks), store, children)
+
+
+def share_cores(ranks: int) -> None:
+    """Lower torch's number of threads, which every rank takes over, until all ranks of this machine together have no more
+    than it has cores: threads that wait for others of their rank keep those of the other ranks from running."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if torch.get_num_threads() * ranks > cores:
+        torch.set_num_threads(max(1, cores // ranks))
 
 
 def _lead(
     folder: EngineFolder, options: LoadOptions, launch: Launch, store: dist.Store, children: Children | None
 ) -> Engine:
     where = str(folder.path)
-    words = {"options": asdict(replace(options, verify=False)), "threads": torch.get_num_threads()}
+    words = {"options": asdict(options), "threads": torch.get_num_threads()}
     try:
         alive = children.check if children is not None else lambda: None
         channels = Door(store, launch).welcome(Build.of(folder), words, where, alive)
@@ -67,9 +78,9 @@ def _lead(
             children.wait()
         raise
     ends: list[Callable[[], None]] = []
+    address = next(iter(channels.values())).address
     followers = Followers(channels, children, ends, where)
     try:
-        address = next(iter(channels.values())).address
         group = Group(
             0, launch.ranks, launch.local_rank, address, store, followers.agree_least, launch.local_ranks, ends
         )
@@ -85,7 +96,7 @@ def _lead(
     return engine
 
 
-def follow(folder: EngineFolder, launch: Launch, store: dist.Store, verify: bool) -> None:
+def follow(folder: EngineFolder, launch: Launch, store: dist.Store) -> None:
     """Be a rank other than 0 until the engine is closed. The process ends where the leader is gone.
 
     Raises DscError where the leader does not come or refuses, and what went wrong on this rank, of which it tells the leader.
@@ -96,7 +107,7 @@ def follow(folder: EngineFolder, launch: Launch, store: dist.Store, verify: bool
         launch.rank, launch.ranks, launch.local_rank, channel.address, store, leader.agree_least, launch.local_ranks
     )
     try:
-        options = LoadOptions(**{**words["options"], "verify": verify})
+        options = LoadOptions(**words["options"])
         if folder.manifest.target == "cpu":
             torch.set_num_threads(words["threads"])
         engine = make_engine(folder, options, group, RankLoop)
@@ -114,9 +125,10 @@ def follow(folder: EngineFolder, launch: Launch, store: dist.Store, verify: bool
 
 
 def _communicator(engine: Engine, group: Group) -> Communicator | None:
-    """By which ops on a CPU reach the other ranks, all of which have come here."""
+    """By which ops on a CPU reach the other ranks; None on GPUs. Waits until all have come here."""
     if engine.backend.device.type != "cpu":
         return None
+    group.agree_least(1)  # nobody waits in gloo, whose patience is short, for a rank that still loads or has failed
     found = GlooCommunicator(group)
     group.on_end(found.close)
     return found

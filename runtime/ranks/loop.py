@@ -137,10 +137,12 @@ class LeadingLoop(RankLoop):
     @contextmanager
     def _together(self, kind: str, words: dict[str, Any], tensors: Sequence[torch.Tensor] = ()) -> Iterator[None]:
         """The others do the same meanwhile. An exception that all of them meet goes on to the caller."""
+        state = {"seen": self.seen, "threads": torch.get_num_threads()}
         with held_interrupts(), self.among_ranks():
+            event = self._followers.event(kind, {**state, **words}, tensors)
             self._acting = threading.get_ident()
             try:
-                self._followers.begin(kind, {"seen": self.seen, "threads": torch.get_num_threads(), **words}, tensors)
+                self._followers.begin(event)
                 yield
             except BaseException as error:
                 self._followers.fail(error)

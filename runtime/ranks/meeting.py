@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -25,6 +25,7 @@ SECONDS = 300.0  # that ranks may come apart
 HOME = "127.0.0.1"
 _LEADER = "leader"  # under which the store has the leader's address
 _LOOK = 0.2  # seconds between looks at whether somebody died
+_HELLO_BYTES, _HELLO_SECONDS = 1 << 16, 5.0  # that whoever comes may take to say who it is
 _meetings = count(1)  # of this process, under torchrun: every rank's n-th load is the same one
 
 
@@ -43,8 +44,10 @@ class Build:
 
 
 def home_store() -> dist.TCPStore:
-    """A store for the ranks of one machine, on a port that is free."""
-    return dist.TCPStore(HOME, 0, None, True, wait_for_workers=False)
+    """A store for the ranks of one machine, on a port that is free and that no other machine reaches."""
+    listener = socket.create_server((HOME, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(HOME, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def home_store_at(port: int) -> dist.TCPStore:
@@ -75,7 +78,7 @@ class Door:
     def __init__(self, store: dist.Store, launch: Launch) -> None:
         self._ranks = launch.ranks
         at_home = launch.local_ranks == launch.ranks
-        self._listener = socket.create_server((HOME if at_home else "", 0), backlog=launch.ranks)
+        self._listener = socket.create_server((HOME if at_home else "", 0), backlog=128)
         host = HOME if at_home else os.environ["MASTER_ADDR"]
         store.set(_LEADER, f"{host} {self._listener.getsockname()[1]}")
 
@@ -91,7 +94,8 @@ class Door:
         try:
             self._wait(found, build, where, alive)
             for channel in found.values():
-                channel.send(encode("welcome", words))
+                with suppress(OSError):  # of a rank that has gone: whoever listens to it hears of that
+                    channel.send(encode("welcome", words))
         except BaseException as error:
             for channel in found.values():
                 with suppress(OSError):
@@ -120,15 +124,14 @@ class Door:
                 alive()
                 continue
             channel = Channel(connection)
-            channel.set_timeout(10)
-            hello = channel.receive()
-            if hello is None or hello.kind != "hello":
+            hello = _hello(channel)
+            if hello is None:
                 channel.close()  # nobody of ours
                 continue
-            channel.set_timeout(None)
-            rank, theirs = hello.body["rank"], Build(**hello.body["build"])
+            rank, theirs = hello
             if rank in found or not 0 < rank < self._ranks:
-                channel.send(encode("refused", {"text": f"rank {rank} is here already, or no rank"}))
+                with suppress(OSError):
+                    channel.send(encode("refused", {"text": f"rank {rank} is here already, or no rank"}))
                 channel.close()
                 wanted = f"ranks 1 to {self._ranks - 1}, one process each"
                 faults.append(DscError(f"a second process is rank {rank}", where=where, wanted=wanted))
@@ -146,8 +149,9 @@ def knock(store: dist.Store, launch: Launch, build: Build, where: str) -> tuple[
     try:
         store.wait([_LEADER], timedelta(seconds=SECONDS))
         host, _, port = store.get(_LEADER).decode().rpartition(" ")
-        channel = Channel(socket.create_connection((host, int(port)), timeout=SECONDS))
-        channel.set_timeout(None)
+        connection = socket.create_connection((host, int(port)), timeout=SECONDS)
+        connection.settimeout(None)
+        channel = Channel(connection)
         channel.send(encode("hello", {"rank": launch.rank, "build": asdict(build)}))
     except (OSError, RuntimeError) as error:  # a RuntimeError of torch when a wait is over
         raise DscError(f"rank 0 did not come within {SECONDS:.0f} s", where=where, got=str(error)) from error
@@ -157,6 +161,17 @@ def knock(store: dist.Store, launch: Launch, build: Build, where: str) -> tuple[
         channel.close()
         raise DscError(f"rank 0 does not go on with rank {launch.rank}", where=where, got=text)
     return channel, answer.body
+
+
+def _hello(channel: Channel) -> tuple[int, Build] | None:
+    """Which rank has come, and its build; None where it is no rank of an engine."""
+    hello = channel.receive_from_anybody(_HELLO_BYTES, _HELLO_SECONDS)
+    if hello is None or hello.kind != "hello":
+        return None
+    rank, build = hello.body.get("rank"), hello.body.get("build")
+    if type(rank) is not int or not isinstance(build, dict) or build.keys() != {f.name for f in fields(Build)}:
+        return None
+    return rank, Build(**build)
 
 
 def _differences(rank: int, theirs: Build, ours: Build, where: str) -> list[DscError]:

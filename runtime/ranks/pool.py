@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 
 from dsc.runtime.cache import BlockPool
 from dsc.runtime.errors import DscError
@@ -22,12 +23,14 @@ class LedPool(BlockPool):
 
     def take(self, count: int) -> list[int] | None:
         """See BlockPool."""
+        count = index(count)
         taken: list[int] | None = self._loop.on_pool("take", count, lambda: self._pool.take(count))
         return taken
 
     def give(self, blocks: Sequence[int]) -> None:
         """See BlockPool."""
-        self._loop.on_pool("give", list(blocks), lambda: self._pool.give(blocks))
+        given = [index(block) for block in blocks]
+        self._loop.on_pool("give", given, lambda: self._pool.give(given))
 
     def holders(self, block: int) -> int:
         """See BlockPool."""
@@ -35,7 +38,8 @@ class LedPool(BlockPool):
 
     def forget(self, blocks: Sequence[int]) -> None:
         """See BlockPool."""
-        self._loop.on_pool("forget", list(blocks), lambda: self._pool.forget(blocks))
+        given = [index(block) for block in blocks]
+        self._loop.on_pool("forget", given, lambda: self._pool.forget(given))
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """Not for users: what blocks hold, the loop states on every rank."""

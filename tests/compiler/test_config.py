@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.families import ABSENT, FAMILIES, change_config, dequantize_checkpoint, make_checkpoint
@@ -150,6 +151,15 @@ GPTQ = {
     "checkpoint_format": "gptq",
 }
 
+# What GPTQModel writes beside, whichever the method.
+GPTQMODEL = {
+    "desc_act": False,
+    "dynamic": {"-:.*kv_b.*": {}},
+    "lm_head": False,
+    "meta": {"act_group_aware": True, "quantizer": ["gptqmodel:6.0.0"]},
+    "pack_dtype": "int32",
+}
+
 
 def compressed(group=None, **weights):
     """A quantization_config of compressed-tensors, as Kimi-K2-Thinking has it."""
@@ -244,6 +254,15 @@ ONE_FAULT = [
     ({"quantization_config": {**AWQ, "version": "gemv"}}, 'version is "gemv", wanted "gemm"'),
     ({"quantization_config": {**AWQ, "modules_to_not_convert": "o_proj"}}, 'is "o_proj", wanted a list of modules'),
     ({"quantization_config": {**AWQ, "x": 1}}, "unknown key quantization_config.x"),
+    (
+        {"quantization_config": {**GPTQMODEL, **AWQ, "method": "awq", "checkpoint_format": "gemm", "format": "gemm"}},
+        None,
+    ),
+    ({"quantization_config": {**AWQ, "checkpoint_format": "gemv_fast"}}, 'checkpoint_format is "gemv_fast", wanted'),
+    ({"quantization_config": {**AWQ, "method": "gptq"}}, 'quantization_config.method is "gptq", wanted "awq"'),
+    ({"quantization_config": {**AWQ, "dynamic": {"+:x": {"bits": 8}}}}, "gives modules settings of their own"),
+    ({"quantization_config": {**GPTQ, **GPTQMODEL, "method": "gptq", "format": "gptq"}}, None),
+    ({"quantization_config": {**GPTQ, "method": "qqq"}}, 'quantization_config.method is "qqq", wanted "gptq"'),
     ({"quantization_config": GPTQ}, None),
     ({"quantization_config": {**GPTQ, "bits": 8, "checkpoint_format": "gptq_v2", "dynamic": {"-:.*kv_b.*": {}}}}, None),
     ({"quantization_config": {**GPTQ, "bits": 3}}, "quantization_config.bits is 3, wanted 4 or 8"),
@@ -348,3 +367,11 @@ def test_files_that_are_no_config(tmp_path, content, text):
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(DscError, match=text):
         read_config(tmp_path)
+
+
+def test_what_only_packed_sources_have_is_left_out_of_other_specs(tmp_path: Path) -> None:
+    """Readers of engines from before know no such fields."""
+    for family in ("r1", "v2-lite"):
+        spec = read_config(make_checkpoint(tmp_path / family, family))
+        assert spec.to_json()["source"].keys() == {"kind", "block", "scale_fmt"}
+        assert ModelSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -10,18 +11,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from support.engines import Sequences
 from support.ranks import compile_ranks, rank_processes, wait_until_gone
 from support.tolerances import ENGINE_LOGIT_GAPS
 
 from dsc import runtime
+from dsc.compiler.cli import main
+from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.batch import Batch, Segment
 from dsc.runtime.bench import measure
 from dsc.runtime.bench_points import Plan
+from dsc.runtime.diff import diff
 from dsc.runtime.engine import Engine
 from dsc.runtime.errors import DscError
+from dsc.runtime.ranks.load import share_cores
 from dsc.runtime.request import Output
 
 PROMPTS = [
@@ -148,6 +155,20 @@ def test_forward_and_drafts(fp32: Engine, two: Engine) -> None:
         torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
 
 
+def test_what_cannot_be_told_to_the_others_is_refused_before_they_hear_of_it(two: Engine) -> None:
+    pool = two.cache.pool
+    taken = pool.take(np.int64(2))  # type: ignore[arg-type]
+    assert taken is not None
+    pool.give(torch.tensor(taken))  # type: ignore[arg-type]
+    assert pool.num_free == pool.num_blocks
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        pool.take(1.5)  # type: ignore[arg-type]
+    batch = Batch.of([Segment([1, 2], 0, [0])], two.cache.block_tokens)
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        two.forward(batch, phase=b"decode")  # type: ignore[arg-type]
+    assert two.generate(PROMPTS[:1], max_tokens=4, **GREEDY)
+
+
 def test_what_all_ranks_refuse_leaves_them_in_step(fp32: Engine, two: Engine) -> None:
     batch = Batch.of([Segment([1, 2], 0, [0])], two.cache.block_tokens)
     with pytest.raises(DscError, match="mtp needs the hidden rows that main gave"):
@@ -160,6 +181,30 @@ def test_what_all_ranks_refuse_leaves_them_in_step(fp32: Engine, two: Engine) ->
         two.generate([[]])
     wanted, got = (engine.generate(PROMPTS[:2], max_tokens=8, **GREEDY) for engine in (fp32, two))
     assert said(got) == said(wanted)
+
+
+def test_engines_for_different_numbers_of_ranks_differ_in_tables_alone(two_folder: Path, tmp_path: Path) -> None:
+    four = compile_ranks("fp32", 4, tmp_path)
+    (row,) = diff(EngineFolder.open(two_folder), EngineFolder.open(four))["tensors"]
+    assert row == {"weight": "expert_map", "a": "int32", "b": "int32", "bytes_a": 128, "bytes_b": 256}
+    shown = CliRunner().invoke(main, ["diff", str(two_folder), str(four)])
+    assert shown.exit_code == 1
+    assert "128 B / 256 B" in shown.output
+
+
+def test_ranks_share_the_cores(two_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    try:
+        for threads, ranks, wanted in ((8, 2, 4), (8, 4, 2), (8, 16, 1), (3, 4, 2), (2, 4, 2), (1, 4, 1)):
+            torch.set_num_threads(threads)
+            share_cores(ranks)
+            assert torch.get_num_threads() == wanted, (threads, ranks)
+        torch.set_num_threads(8)
+        with runtime.load(two_folder):
+            assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_rank_has_its_part_of_the_weights(fp32: Engine, two: Engine) -> None:

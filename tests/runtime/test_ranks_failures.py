@@ -8,12 +8,12 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -24,10 +24,8 @@ from dsc import runtime
 from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.engine import Engine
 from dsc.runtime.errors import DscError
-from dsc.runtime.ranks import followers, meeting
-from dsc.runtime.ranks.channel import Channel, encode
+from dsc.runtime.ranks import communicator, followers, load, meeting
 from dsc.runtime.ranks.interrupts import held_interrupts
-from dsc.runtime.ranks.launch import Launch
 
 LONG = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 1500}
 LOADS = """
@@ -118,27 +116,6 @@ def test_a_rank_that_does_not_come_is_named(
         runtime.load(folder)
 
 
-def test_a_second_process_of_a_rank_is_refused(folder: Path) -> None:
-    build = meeting.Build.of(EngineFolder.open(folder))
-    store = meeting.home_store()
-    door = meeting.Door(store, Launch(0, 3, 0, 3))
-    told: list[str] = []
-
-    def come() -> None:
-        with pytest.raises(DscError) as error:
-            meeting.knock(meeting.home_store_at(store.port), Launch(1, 3, 1, 3), build, "there")
-        told.append(error.value.got)
-
-    threads = [threading.Thread(target=come) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    with pytest.raises(DscError, match=r"a second process is rank 1\n  wanted  ranks 1 to 2, one process each"):
-        door.welcome(build, {}, "here")
-    for thread in threads:
-        thread.join()
-    assert sorted(text.split()[0] for text in told) == ["here:", "rank"]
-
-
 def test_a_process_that_dies_before_it_comes_is_told_with_what_it_wrote(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +138,88 @@ def test_a_leader_that_cannot_load_leaves_nobody(folder: Path) -> None:
     with pytest.raises(DscError, match="the cache must hold a token"):
         runtime.load(folder, cache_tokens=0)
     assert rank_processes() == []
+
+
+def test_ranks_of_one_machine_share_the_hashing(
+    folder: Path, tmp_path: Path, rank_1: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file is hashed once, and a fault that another rank finds names the file and the tensor."""
+    copy = EngineFolder(shutil.copytree(folder, tmp_path / "copy.engine"), EngineFolder.open(folder).manifest)
+    listed = (
+        "import pathlib, dsc.runtime.artifact as a; verify = a.EngineFolder._verify_file; a.EngineFolder._verify_file "
+    )
+    listed += f"= lambda s, p, f: (open({str(tmp_path / 'theirs')!r}, 'a').write(p + chr(10)), verify(s, p, f))[1]"
+    ours: list[str] = []
+    verify = EngineFolder._verify_file
+
+    def note(self: EngineFolder, path: str, advance: Callable[[int], None]) -> list[DscError]:
+        ours.append(path)
+        return verify(self, path, advance)
+
+    monkeypatch.setattr(EngineFolder, "_verify_file", note)
+    rank_1(copy.path, listed)
+    runtime.load(copy.path).close()
+    theirs = (tmp_path / "theirs").read_text().split()
+    weights = {path for path in copy.manifest.files if path.startswith("weights/")}
+    assert {*ours, *theirs} == set(copy.manifest.files)
+    assert len(weights) > 1
+    assert weights & set(theirs)
+    assert not weights & set(ours) & set(theirs)
+
+    path = (weights & set(theirs)).pop()
+    name, entry = next((name, entry) for name, entry in copy.manifest.tensors.items() if entry.file == path)
+    with open(copy.path / path, "r+b") as file:
+        file.seek(entry.offset)
+        byte = file.read(1)[0]
+        file.seek(entry.offset)
+        file.write(bytes([byte ^ 1]))
+    monkeypatch.setattr(meeting, "_meetings", itertools.count(1))
+    monkeypatch.delenv("RANK")
+    monkeypatch.delenv("MASTER_ADDR")
+    with pytest.raises(DscError, match="rank 1 of the engine has failed") as error:
+        runtime.load(copy.path)
+    assert f"{copy.path / path}: the bytes of {name} changed" in str(error.value)
+    runtime.load(copy.path, verify=False).close()
+
+
+SLOW = "import dsc.runtime.ranks.communicator as c, datetime; c.MEETING = datetime.timedelta(seconds=1)"
+
+
+def test_a_rank_waits_for_a_leader_that_loads_for_long(
+    folder: Path, rank_1: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*_: object, **__: object) -> None:
+        time.sleep(8.0)
+
+    monkeypatch.setattr(EngineFolder, "verify_hashes", slow)
+    process = rank_1(folder, SLOW)
+    with runtime.load(folder) as engine:
+        assert engine.generate(["def "], max_tokens=2)
+    assert process.wait(20) == 0
+
+
+def test_a_rank_that_fails_late_is_told_as_what_it_is(
+    folder: Path, rank_1: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(communicator, "MEETING", timedelta(seconds=3))
+    process = rank_1(folder, "import dsc.runtime.engine as e; e.BatchBuilder = lambda *a: 1 // 0")
+    with pytest.raises(DscError, match="rank 1 of the engine has failed\n  got  ZeroDivisionError"):
+        runtime.load(folder)
+    assert process.wait(20) == 1
+
+
+def test_what_a_leader_meets_because_a_rank_failed_is_told_as_that(
+    folder: Path, rank_1: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        time.sleep(3.0)
+        raise OSError(9, "Bad file descriptor")
+
+    process = rank_1(folder, "import dsc.runtime.ranks.load as l; l.make_engine = lambda *a: 1 // 0")
+    monkeypatch.setattr(load, "make_engine", broken)
+    with pytest.raises(DscError, match="rank 1 of the engine has failed\n  got  ZeroDivisionError"):
+        runtime.load(folder)
+    assert process.wait(20) == 1
 
 
 # -- while they serve
@@ -243,25 +302,6 @@ def test_an_interrupt_is_held_until_all_ranks_are_done() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert done == [1]  # a second one is not held
-
-
-def test_messages_arrive_as_they_were_sent() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        sender = Channel(socket.create_connection(server.getsockname()))
-        receiver = Channel(server.accept()[0])
-    tensors = [torch.randn(3, 5).bfloat16(), torch.arange(4)[::2], torch.zeros(0, 7), torch.tensor(True)]
-    sender.send(encode("kind", {"text": "\udc80 ü", "numbers": [1, 2.5]}, tensors))
-    message = receiver.receive()
-    assert message is not None
-    assert (message.kind, message.body) == ("kind", {"text": "\udc80 ü", "numbers": [1, 2.5]})
-    for got, sent in zip(message.tensors, tensors, strict=True):
-        assert got.dtype is sent.dtype
-        assert torch.equal(got, sent)
-    sender.send(b"\0" * 7 + b"\2no")
-    assert receiver.receive() is None
-    sender.close()
-    assert receiver.receive() is None
-    receiver.close()
 
 
 # -- the end

@@ -186,13 +186,18 @@ def test_a_step_takes_what_plan_memory_plans(family: str, name: str, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks"), [("tiny-r1", 2), ("tiny-r1", 4), ("r1", 2), ("r1", 4), ("v2-lite", 4), ("k2", 2)]
-)
-def test_a_step_of_one_rank(family: str, ranks: int, tmp_path: Path) -> None:
-    """What it needs at once: how well that is placed differs."""
+    ("family", "name", "ranks"),
+    [
+        ("tiny-r1", "tiny-r1-bf16", 2), ("tiny-r1", "tiny-r1-bf16", 4), ("r1", "tiny-r1-bf16", 2),
+        ("r1", "tiny-r1-bf16", 4), ("v2-lite", "tiny-r1-bf16", 4), ("k2", "tiny-r1-bf16", 2), ("r1", "tiny-r1-fp8", 1),
+        ("v2-lite", "tiny-r1-fp8", 1), ("k2", "tiny-r1-fp8", 1), ("tiny-r1", "tiny-r1-fp8", 1),
+    ],
+)  # fmt: skip
+def test_what_a_step_needs_at_once(family: str, name: str, ranks: int, tmp_path: Path) -> None:
+    """How well that is placed differs; norms of fp8 weights give codes besides."""
     folder = TINY_R1 if family == "tiny-r1" else make_checkpoint(tmp_path / family, family)
     spec = read_config(folder)
-    recipe = load_recipe("tiny-r1-bf16").override(ranks=ranks)
+    recipe = load_recipe(name).override(ranks=ranks)
     if not spec.num_mtp_layers:
         kept = tuple(entry for entry in recipe.passes if entry.name != "fuse_mtp_input")
         recipe = replace(recipe, mtp=replace(recipe.mtp, enabled=False, drafts=0), passes=kept)
@@ -201,6 +206,16 @@ def test_a_step_of_one_rank(family: str, ranks: int, tmp_path: Path) -> None:
     limits = recipe.limits
     told = step_memory(checkpoint.spec, recipe, Mesh(ranks, ranks), limits.batch_tokens, limits.sequences)
     assert told.arena_bytes == pytest.approx(max(needed), rel=0.02)
+
+
+def test_ranks_that_nothing_cuts_weights_for_are_told() -> None:
+    """What a build refuses, a plan says."""
+    recipe = load_recipe("r1-wint4")
+    told = "8 ranks, and no pass cuts weights for them"
+    assert told not in make_plan(recipe, gpus=["h200"]).notes
+    without = replace(recipe, passes=tuple(entry for entry in recipe.passes if entry.name != "shard"))
+    assert told in make_plan(without, gpus=["h200"]).notes
+    assert told not in make_plan(without.override(ranks=1), gpus=["h200"]).notes
 
 
 def test_r1_on_the_gpus_of_its_recipes() -> None:
@@ -306,11 +321,10 @@ def test_what_it_prints() -> None:
         "688.57 GB",
         "71,424 bytes = 70,272 main + 1,152 mtp",
         "wint4:128",
-        "256 sequences, 18,535 cache blocks, 8,192 tokens a step, kept in the engine for H200",
-        "88 sequences, 5,692 cache blocks, 8,192 tokens a step",
+        "256 sequences, 18,073 cache blocks, 8,192 tokens a step, kept in the engine for H200",
+        "81 sequences, 5,230 cache blocks, 8,192 tokens a step",
         "try: in the recipe limits: {batch_tokens: 16384, sequences: 256, context_tokens: 32768}, which serves better "
-        "with 18,084 cache blocks on H200",
-        "limits: {batch_tokens: 1024, sequences: 96, context_tokens: 32768}, decode_buckets up to 96, which",
+        "with 17,590 cache blocks on H200",
         "predicted on 8 x H200, from kernels measured on ",
         "what 8 ranks exchange is left out: it was not measured among so many",
         "no rates are predicted for H100 80 GB: no kernels were measured there",

@@ -87,13 +87,13 @@ def test_an_engine_of_the_limits_to_try_serves_so(name: str) -> None:
 
 
 def test_a_gpu_with_little_room_wants_smaller_steps() -> None:
-    """R1 in FP8 on H20, contexts of 8192 tokens: steps as long leave room for 3 sequences, and none of 32768."""
+    """R1 in FP8 on H20, contexts of 4096 tokens: steps twice as long leave room for 4 sequences, and none of 32768."""
     recipe = load_recipe("r1-fp8")
     assert not make_plan(recipe, gpus=["h20"]).fits[0].fits
-    (item,) = make_plan(replace(recipe, limits=replace(recipe.limits, context_tokens=8192)), gpus=["h20"]).fits
+    (item,) = make_plan(replace(recipe, limits=replace(recipe.limits, context_tokens=4096)), gpus=["h20"]).fits
     assert item.serving is not None
     assert item.better is not None
-    assert (item.serving.sequences, item.better.sequences) == (3, 8)
+    assert (item.serving.sequences, item.better.sequences) == (4, 8)
     assert item.better.batch_tokens < item.serving.batch_tokens == 8192
 
 
