@@ -97,7 +97,10 @@ class Followers:
         self.check()
 
     def fail(self, error: BaseException) -> None:
-        """The leader's part has failed. Returns if all ranks failed alike, so that they go on; else raises DscError."""
+        """The leader's part has failed. Returns if all ranks failed alike, so that they go on; else raises DscError.
+
+        An interrupt ends the engine, and stays what it is.
+        """
         text = failure_text(error)
         patience = PATIENCE if isinstance(error, Exception) else 0.0  # others are not interrupted
         with self._changed:
@@ -107,6 +110,8 @@ class Followers:
             alike = len(self._failures) > len(self._channels) and set(self._failures.values()) == {text}
         if not alike:
             self._end(self._failed_alone())
+        if not isinstance(error, Exception):
+            return
         try:
             self.check()
         except DscError as fault:

@@ -284,6 +284,20 @@ def test_a_leader_that_fails_alone_ends_the_engine(
     assert process.wait(20) == 1
 
 
+def test_an_interrupt_that_is_not_held_stays_one_and_ends_the_engine(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    engine = runtime.load(folder)
+    monkeypatch.setattr(engine.loop, "_main", type("Interrupted", (), {"run": interrupted, "name": "main"})())
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(["def "], **LONG)
+    with pytest.raises(DscError, match="rank 0 of the engine has failed, the others have not\n  rank 0  KeyboardInt"):
+        engine.generate(["def "], **LONG)
+
+
 def test_an_interrupt_is_held_until_all_ranks_are_done() -> None:
     done: list[int] = []
 

@@ -99,6 +99,7 @@ def rest(process: subprocess.Popen[str], seconds: float = 20.0) -> str:
     finally:
         ending.cancel()
     process.wait(seconds)
+    process.stdout.close()
     return text
 
 
