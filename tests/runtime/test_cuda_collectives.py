@@ -146,12 +146,14 @@ def test_no_kernel_starts_before_a_collective_ends(monkeypatch: pytest.MonkeyPat
 FAKE = """
 #include <string.h>
 #include <stdlib.h>
+#include <unistd.h>
 typedef struct { char internal[128]; } Id;
 typedef struct { int ranks, rank, aborted; } Comm;
 static Comm made; static long last_stream; static int count_of_aborts;
 int ncclGetVersion(int* v) { *v = 22809; return 0; }
 int ncclGetUniqueId(Id* id) { for (int i = 0; i < 128; i++) id->internal[i] = (char)(i * 7 - 3); return 0; }
 int ncclCommInitRank(Comm** c, int ranks, Id id, int rank) {
+  while (ranks == 13) sleep(1);  /* for a rank that does not come */
   for (int i = 0; i < 128; i++) if (id.internal[i] != (char)(i * 7 - 3)) return 4;
   made.ranks = ranks; made.rank = rank; made.aborted = 0; *c = &made; return 0; }
 int ncclAllReduce(const float* a, float* b, size_t n, int dtype, int op, Comm* c, void* stream) {
@@ -208,6 +210,27 @@ def test_the_end_of_nccl(library: str) -> None:
         made.all_gather(torch.zeros(1), torch.zeros(2), 0)
     time.sleep(0.05)
     assert made._library.seen_aborts() == 1
+
+
+def test_a_rank_that_dies_before_nccl_is_made(library: str) -> None:
+    """Rank 0 waits for it in NCCL, and hears of it from the group."""
+
+    def agree(number: int) -> int:
+        raise DscError("rank 1 of the engine has ended", where="x.engine")
+
+    group = group_of(13, agree=agree)
+    threading.Timer(0.2, group.end).start()
+    begin = time.monotonic()
+    with pytest.raises(DscError, match="rank 1 of the engine has ended"):
+        Nccl(group, "x.engine")
+    assert 0.1 < time.monotonic() - begin < 10
+
+
+def test_nccl_that_cannot_be_made_says_so(library: str) -> None:
+    group = group_of(2, rank=1)
+    group.store_of("nccl").set("id", bytes(128).hex())  # nobody's name
+    with pytest.raises(DscError, match=r"(?s)ncclCommInitRank failed.*invalid argument"):
+        Nccl(group, "x.engine")
 
 
 def test_a_machine_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
