@@ -81,12 +81,6 @@ def _e4m3_values() -> torch.Tensor:
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
-def spread_blocks(scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Scales of 128x128 blocks [..., ceil(N/128), ceil(K/128)] -> one per element [..., N, K]; edge blocks are partial."""
-    spread = scales.repeat_interleave(FP8_BLOCK, -2).repeat_interleave(FP8_BLOCK, -1)
-    return spread[..., :rows, :columns]
-
-
 def scale_blocks(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """values [..., N, K] *= scales of 128x128 blocks [..., ceil(N/128), ceil(K/128)], in place; edge blocks are partial."""
     rows, columns = values.shape[-2:]

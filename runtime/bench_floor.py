@@ -145,12 +145,3 @@ def _multiplies_fp8(node: ProgramNode) -> bool:
 def independent_hits(experts: int, per_token: int, tokens: int) -> float:
     """Experts that so many tokens reach on average when each chooses its own at random."""
     return experts * (1.0 - (1.0 - per_token / experts) ** tokens) if experts else 0.0
-
-
-def cache_token_bytes(program: Program) -> int:
-    """Bytes of one token in the caches of a program."""
-    return sum(
-        int(node.attributes["block_bytes"]) // int(node.attributes["block_tokens"])
-        for node in program.nodes
-        if node.op == "Qkv"
-    )
