@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 import torch
 
@@ -17,6 +18,7 @@ from dsc.runtime.ranks.group import Group
 
 SYMMETRIC = True  # programs that measure NCCL change it, on every rank
 END_SECONDS, LOOK_SECONDS = 60.0, 0.01  # how long, and how often, to look for what waits after the end
+MEETING_SECONDS = 5.0  # how long to let go on what waits in a meeting that a rank has left
 NCCL_SECONDS = 0.5  # until NCCL is ended too, which takes calls that may wait for the device
 
 
@@ -28,15 +30,11 @@ class Collectives:
 
     def __init__(self, group: Group, device: torch.device, arena_bytes: int, where: str) -> None:
         self.ranks, self._where = group.ranks, where
-        group.agree_least(1)  # nobody waits in NCCL for a rank that has failed before
-        self._nccl = Nccl(group, where)
-        self._symmetric = _symmetric_memory(group, device, arena_bytes)
-        if self._symmetric is None:
-            self.arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
-        else:
-            self.arena = self._symmetric.memory
+        self._nccl: Nccl | None = None
+        self._symmetric: SymmetricMemory | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._try(group, device)
+        group.agree_least(1)  # nobody waits for a rank that has failed before
+        _with_others(group, device, lambda: self._meet(group, device, arena_bytes), self._free)
         held = weakref.ref(self)
         group.on_end(lambda: threading.Thread(target=_end, args=(held,), name="dsc end", daemon=True).start())
 
@@ -48,15 +46,18 @@ class Collectives:
         """After the end: let go on what waits for another rank, in NCCL too if it comes to that. Whether anything runs."""
         if self._stream is None or self._stream.query():
             return False
+        self._free(nccl or self._symmetric is None)
+        return True
+
+    def _free(self, nccl: bool = True) -> None:
         if self._symmetric is not None:
             self._symmetric.release()
-        if nccl or self._symmetric is None:
+        if nccl and self._nccl is not None:
             self._nccl.end()
-        return True
 
     def describe(self) -> str:
         """By which ways, for people."""
-        nccl = f"NCCL {self._nccl.version}"
+        nccl = f"NCCL {self._made.version}"
         return nccl if self._symmetric is None else f"symmetric memory, {nccl}"
 
     def all_reduce(self, source: torch.Tensor, destination: torch.Tensor, reduce: str, spent: bool) -> Call:
@@ -67,11 +68,26 @@ class Collectives:
         shared = self._symmetric
         if shared is not None and reduce == "sum" and source.dtype in symmetric.DTYPES and shared.holds(source):
             return shared.all_reduce(source, destination, spent)
-        return lambda stream: self._nccl.all_reduce(source, destination, reduce, stream)
+        return lambda stream: self._made.all_reduce(source, destination, reduce, stream)
 
     def all_gather(self, source: torch.Tensor, destination: torch.Tensor) -> Call:
         """destination = all ranks' sources one after another."""
-        return lambda stream: self._nccl.all_gather(source, destination, stream)
+        return lambda stream: self._made.all_gather(source, destination, stream)
+
+    @property
+    def _made(self) -> Nccl:
+        assert self._nccl is not None
+        return self._nccl
+
+    def _meet(self, group: Group, device: torch.device, arena_bytes: int) -> None:
+        """Find out how the ranks reach each other, and try it."""
+        self._nccl = Nccl(group, self._where)
+        self._symmetric = _symmetric_memory(group, device, arena_bytes)
+        if self._symmetric is None:
+            self.arena = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
+        else:
+            self.arena = self._symmetric.memory
+        self._try(group, device)
 
     def _try(self, group: Group, device: torch.device) -> None:
         """One sum by each way, so that memory NCCL takes at its first call is taken before the cache is sized."""
@@ -79,8 +95,8 @@ class Collectives:
         want = sum(range(1, group.ranks + 1))
         found, gathered = torch.empty_like(own), torch.empty(group.ranks * 64, device=device)
         stream = torch.cuda.current_stream(device)
-        self._nccl.all_reduce(own, found, "sum", stream.cuda_stream)
-        self._nccl.all_gather(own, gathered, stream.cuda_stream)
+        self._made.all_reduce(own, found, "sum", stream.cuda_stream)
+        self._made.all_gather(own, gathered, stream.cuda_stream)
         sums = {"NCCL": found, "NCCL, gathered": gathered.view(-1, 64).sum(0)}
         if self._symmetric is not None:
             (source, destination) = self.arena[:512].view(torch.float32).split(64)
@@ -108,6 +124,35 @@ def _symmetric_memory(group: Group, device: torch.device, count: int) -> Symmetr
     if not group.agree_least(int(memory is not None)) or memory is None:
         return None
     return SymmetricMemory(group, memory)
+
+
+def _with_others(group: Group, device: torch.device, work: Callable[[], None], free: Callable[[], None]) -> None:
+    """Do `work` on this thread's device and stream, in a thread of its own: NCCL and torch wait without end for a rank that
+    dies meanwhile. Then `free` what waits there, and raise what ended the ranks.
+    """
+    ended, failed = threading.Event(), list[BaseException]()
+    group.on_end(ended.set)
+    stream = torch.cuda.current_stream(device)
+
+    def run() -> None:
+        try:
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                work()
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            failed.append(error)
+
+    working = threading.Thread(target=run, name="dsc meeting", daemon=True)
+    working.start()
+    until = None
+    while working.is_alive() and (until is None or time.monotonic() < until):
+        working.join(LOOK_SECONDS)
+        if ended.is_set() and working.is_alive():
+            until = until or time.monotonic() + MEETING_SECONDS
+            free()
+    if ended.is_set():
+        group.agree_least(1)  # raises: it knows who failed
+    if failed:
+        raise failed[0]
 
 
 def _end(collectives: weakref.ref[Collectives]) -> None:

@@ -21,7 +21,6 @@ LIBRARY = "libnccl.so.2"  # torch's own, which it has loaded
 _DTYPES = {"int8": 0, "uint8": 1, "int32": 2, "int64": 4, "float16": 6, "float32": 7, "bfloat16": 9}
 _REDUCE = {"sum": 0, "max": 2}
 _ID_BYTES = 128
-LOOK_SECONDS = 0.02  # how often to look whether a rank died that others wait for
 
 
 class _UniqueId(ctypes.Structure):
@@ -50,7 +49,10 @@ class Nccl:
         self._library = _load(where)
         self.version = self._version()
         self._communicator: ctypes.c_void_p | None = None
-        self._communicator = self._join(group, self._meet(group))
+        unique = self._meet(group)
+        made = ctypes.c_void_p()
+        self._check("ncclCommInitRank", ctypes.byref(made), group.ranks, unique, group.rank)
+        self._communicator = made
 
     def all_reduce(self, source: torch.Tensor, destination: torch.Tensor, reduce: str, stream: int) -> None:
         """destination = the sum (or maximum) of all ranks' sources, contiguous; they may be one tensor."""
@@ -86,31 +88,6 @@ class Nccl:
             store.set("id", bytes(unique).hex())
             return unique
         return _UniqueId.from_buffer_copy(bytes.fromhex(store.get("id").decode()))
-
-    def _join(self, group: Group, unique: _UniqueId) -> ctypes.c_void_p:
-        """The communicator, once all ranks are there. In a thread: NCCL would wait for ever for a rank that has died."""
-        made, ended, failed = ctypes.c_void_p(), threading.Event(), list[DscError]()
-        group.on_end(ended.set)
-        device = torch.cuda.current_device() if torch.cuda.is_available() else None
-
-        def join() -> None:
-            if device is not None:
-                torch.cuda.set_device(device)  # each thread has its own
-            try:
-                self._check("ncclCommInitRank", ctypes.byref(made), group.ranks, unique, group.rank)
-            except DscError as error:
-                failed.append(error)
-
-        joining = threading.Thread(target=join, name="dsc nccl", daemon=True)
-        joining.start()
-        while joining.is_alive():
-            joining.join(LOOK_SECONDS)
-            if ended.is_set() and joining.is_alive():
-                group.agree_least(1)  # which tells of the rank that ended it
-                raise self._gone()
-        if failed:
-            raise failed[0]
-        return made
 
     def _version(self) -> str:
         """For example "2.28.9"."""

@@ -7,7 +7,7 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from dsc.runtime.errors import DscError
 from dsc.runtime.ranks.channel import Channel, Message, encode
+from dsc.runtime.ranks.group import Ends
 from dsc.runtime.ranks.processes import END_SECONDS, Children
 
 PATIENCE = 10.0  # seconds until a failure that some ranks met and others did not ends the engine
@@ -38,7 +39,7 @@ class Followers:
         self,
         channels: Mapping[int, Channel],
         children: Children | None,
-        ends: list[Callable[[], None]],
+        ends: Ends,
         where: str,
     ) -> None:
         self._channels, self._children, self._ends, self._where = dict(channels), children, ends, where
@@ -254,7 +255,6 @@ class Followers:
             channel.close()
         if self._children is not None:
             (self._children.kill if kill else self._children.wait)()
-        while self._ends:  # not before the others end: that is what gloo's threads wait for
-            self._ends.pop()()
+        self._ends.run()  # not before the others end: that is what gloo's threads wait for
         if self._children is not None:
             self._children.wait()

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+
+class Ends:
+    """What frees this process from a collective that another rank will not come to, the last one first. It is run once; what
+    is added later is run at once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: list[Callable[[], None]] | None = []
+
+    def add(self, call: Callable[[], None]) -> None:
+        """From any thread."""
+        with self._lock:
+            if self._calls is not None:
+                self._calls.append(call)
+                return
+        call()
+
+    def run(self) -> None:
+        """From any thread."""
+        with self._lock:
+            calls, self._calls = self._calls or [], None
+        for call in reversed(calls):
+            call()
 
 
 @dataclass(frozen=True)
@@ -29,7 +54,7 @@ class Group:
     store: Store
     agree_least: Callable[[int], int]
     local_ranks: int = 1
-    _ends: list[Callable[[], None]] = field(default_factory=list)
+    ends: Ends = field(default_factory=lambda: Ends())
 
     def store_of(self, name: str) -> Store:
         """A store for one process group: `ProcessGroupNCCL(group.store_of("nccl"), group.rank, group.ranks)`."""
@@ -38,11 +63,10 @@ class Group:
         return PrefixStore(name, self.store)
 
     def on_end(self, end: Callable[[], None]) -> None:
-        """Call `end`, from any thread, when the engine is closed or another rank died: it must free whoever waits in a
-        collective."""
-        self._ends.append(end)
+        """Call `end`, from any thread, when the engine is closed or another rank died, and at once where that has been: it
+        must free whoever waits in a collective."""
+        self.ends.add(end)
 
     def end(self) -> None:
         """Free whoever waits in a collective."""
-        while self._ends:
-            self._ends.pop()()
+        self.ends.run()

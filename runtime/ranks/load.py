@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -17,7 +16,7 @@ from dsc.runtime.errors import DscError
 from dsc.runtime.ranks.communicator import GlooCommunicator
 from dsc.runtime.ranks.followers import Followers, failure_text
 from dsc.runtime.ranks.following import Following, Leader
-from dsc.runtime.ranks.group import Group
+from dsc.runtime.ranks.group import Ends, Group
 from dsc.runtime.ranks.launch import Launch, find_launch
 from dsc.runtime.ranks.loop import LeadingLoop, RankLoop
 from dsc.runtime.ranks.meeting import Build, Door, home_store, knock, torchrun_store
@@ -77,7 +76,7 @@ def _lead(
             children.kill()
             children.wait()
         raise
-    ends: list[Callable[[], None]] = []
+    ends = Ends()
     address = next(iter(channels.values())).address
     followers = Followers(channels, children, ends, where)
     try:

@@ -146,14 +146,12 @@ def test_no_kernel_starts_before_a_collective_ends(monkeypatch: pytest.MonkeyPat
 FAKE = """
 #include <string.h>
 #include <stdlib.h>
-#include <unistd.h>
 typedef struct { char internal[128]; } Id;
 typedef struct { int ranks, rank, aborted; } Comm;
 static Comm made; static long last_stream; static int count_of_aborts;
 int ncclGetVersion(int* v) { *v = 22809; return 0; }
 int ncclGetUniqueId(Id* id) { for (int i = 0; i < 128; i++) id->internal[i] = (char)(i * 7 - 3); return 0; }
 int ncclCommInitRank(Comm** c, int ranks, Id id, int rank) {
-  while (ranks == 13) sleep(1);  /* for a rank that does not come */
   for (int i = 0; i < 128; i++) if (id.internal[i] != (char)(i * 7 - 3)) return 4;
   made.ranks = ranks; made.rank = rank; made.aborted = 0; *c = &made; return 0; }
 int ncclAllReduce(const float* a, float* b, size_t n, int dtype, int op, Comm* c, void* stream) {
@@ -210,20 +208,6 @@ def test_the_end_of_nccl(library: str) -> None:
         made.all_gather(torch.zeros(1), torch.zeros(2), 0)
     time.sleep(0.05)
     assert made._library.seen_aborts() == 1
-
-
-def test_a_rank_that_dies_before_nccl_is_made(library: str) -> None:
-    """Rank 0 waits for it in NCCL, and hears of it from the group."""
-
-    def agree(number: int) -> int:
-        raise DscError("rank 1 of the engine has ended", where="x.engine")
-
-    group = group_of(13, agree=agree)
-    threading.Timer(0.2, group.end).start()
-    begin = time.monotonic()
-    with pytest.raises(DscError, match="rank 1 of the engine has ended"):
-        Nccl(group, "x.engine")
-    assert 0.1 < time.monotonic() - begin < 10
 
 
 def test_nccl_that_cannot_be_made_says_so(library: str) -> None:
@@ -420,6 +404,8 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symmetric, "can_share", lambda group, device: True)
     monkeypatch.setattr(symmetric, "allocate", lambda count, device: torch.zeros(count, dtype=torch.uint8))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
 
 
 def make(agree: Callable[[int], int] = lambda number: number) -> Collectives:
@@ -458,6 +444,47 @@ def test_nccl_where_one_rank_has_no_symmetric_memory(refused: int, fakes: None) 
     x.fill_(1)
     made.all_reduce(x, y, "sum", True)(0)
     assert (y == 3).all()
+
+
+def test_what_is_to_be_freed_after_the_end_is_freed_at_once() -> None:
+    group, freed = group_of(2), list[str]()
+    group.on_end(lambda: freed.append("first"))
+    group.on_end(lambda: freed.append("second"))
+    group.end()
+    group.end()
+    assert freed == ["second", "first"]
+    group.on_end(lambda: freed.append("late"))
+    assert freed == ["second", "first", "late"]
+
+
+@pytest.mark.parametrize("when", ["made", "first sum"])
+def test_a_rank_that_dies_in_the_meeting(when: str, fakes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for it in NCCL, which is ended where there is one, and says who died."""
+    ended, dead = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        assert ended.wait(10 if when == "first sum" else 0.2) or when == "made"
+        raise RuntimeError("aborted")
+
+    def agree(number: int) -> int:
+        if dead.is_set():
+            raise DscError("rank 1 of the engine has ended", where="x.engine")
+        return number
+
+    monkeypatch.setattr(FakeNccl, "__init__" if when == "made" else "all_reduce", wait)
+    monkeypatch.setattr(FakeNccl, "end", lambda self: ended.set(), raising=False)
+    monkeypatch.setattr(FakeSymmetric, "release", lambda self: None, raising=False)
+    group = group_of(2, agree=agree)
+
+    def die() -> None:
+        dead.set()
+        group.end()
+
+    threading.Timer(0.05, die).start()
+    begin = time.monotonic()
+    with pytest.raises(DscError, match="rank 1 of the engine has ended"):
+        Collectives(group, CPU, 4096, "x.engine")
+    assert time.monotonic() - begin < 5
 
 
 def test_no_symmetric_memory_where_there_is_no_room(fakes: None, monkeypatch: pytest.MonkeyPatch) -> None:
