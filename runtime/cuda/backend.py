@@ -18,7 +18,7 @@ from dsc.runtime.manifest import Manifest
 from dsc.runtime.program import Program
 from dsc.runtime.ranks.group import Group
 from dsc.runtime.shards import ALONE, Place
-from dsc.runtime.steps import Gemm
+from dsc.runtime.steps import Gemm, kernels_in
 from dsc.runtime.weights import part_name
 
 SPARE_BYTES = 1 << 30  # left to the driver, CUDA graphs and cuBLAS
@@ -79,7 +79,16 @@ class CudaBackend:
         loaded = load_parts(path, parts, self.device)
         self._weight_bytes = loaded.num_bytes
         self._loaded = {**_loading(loaded.num_bytes, loaded.seconds), "all_reduce": collectives.describe()}
-        return CudaShared(self.device, loaded.tensors, self._folder, collectives.arena, collectives)
+        shared = CudaShared(self.device, loaded.tensors, self._folder, collectives.arena, collectives)
+        self._load_kernels(shared)
+        return shared
+
+    def _load_kernels(self, shared: CudaShared) -> None:
+        """All of them: one that is loaded in a step may wait for a kernel that waits for a rank, which then cannot be freed."""
+        variants = (v for program in self._programs.values() for node in program.nodes for v in node.variants)
+        kernels = (kernel for variant in variants for kernel in kernels_in(variant.steps))
+        for cubin, entry, shared_bytes in sorted({(k.cubin, k.entry, k.shared_bytes) for k in kernels}):
+            shared.library(cubin).function(entry, shared_bytes)
 
     def _arena_bytes(self) -> int:
         return max(1, *(program.arena_bytes for program in self._programs.values()))

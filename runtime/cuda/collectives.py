@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -19,6 +22,7 @@ from dsc.runtime.ranks.group import Group
 SYMMETRIC = True  # programs that measure NCCL change it, on every rank
 END_SECONDS, LOOK_SECONDS = 60.0, 0.01  # how long, and how often, to look for what waits after the end
 MEETING_SECONDS = 5.0  # how long to let go on what waits in a meeting that a rank has left
+STUCK_SECONDS = 10.0  # in which letting go once must be done with
 NCCL_SECONDS = 0.5  # until NCCL is ended too, which takes calls that may wait for the device
 
 
@@ -36,7 +40,7 @@ class Collectives:
         group.agree_least(1)  # nobody waits for a rank that has failed before
         _with_others(group, device, lambda: self._meet(group, device, arena_bytes), self._free)
         held = weakref.ref(self)
-        group.on_end(lambda: threading.Thread(target=_end, args=(held,), name="dsc end", daemon=True).start())
+        group.on_end(lambda: _let_go(held, group))
 
     def on(self, stream: torch.cuda.Stream) -> None:
         """All steps will run on this stream."""
@@ -155,7 +159,22 @@ def _with_others(group: Group, device: torch.device, work: Callable[[], None], f
         raise failed[0]
 
 
-def _end(collectives: weakref.ref[Collectives]) -> None:
+@dataclass
+class _Beat:
+    """When something was last known to go on."""
+
+    at: float
+
+
+def _let_go(collectives: weakref.ref[Collectives], group: Group) -> None:
+    beat = _Beat(time.monotonic())
+    freeing = threading.Thread(target=_end, args=(collectives, beat), name="dsc end", daemon=True)
+    freeing.start()
+    if group.ends.died:
+        threading.Thread(target=_give_up, args=(freeing, beat, group), name="dsc give up", daemon=True).start()
+
+
+def _end(collectives: weakref.ref[Collectives], beat: _Beat) -> None:
     """Free a thread that waits for the device, and that launches more before it hears of the end."""
     began = time.monotonic()
     while time.monotonic() < began + END_SECONDS:
@@ -164,5 +183,26 @@ def _end(collectives: weakref.ref[Collectives]) -> None:
             return
         running = held.release(nccl=time.monotonic() > began + NCCL_SECONDS)
         del held
+        beat.at = time.monotonic()
         if not running:
             time.sleep(LOOK_SECONDS)
+
+
+def _give_up(freeing: threading.Thread, beat: _Beat, group: Group) -> None:
+    """End this process where the driver holds it: it may wait for the device to be idle, say to load a kernel of torch's that
+    is used for the first time, and lets nobody free the device meanwhile. Another process can be started, a hang not be ended.
+    """
+    while freeing.is_alive():
+        freeing.join(LOOK_SECONDS)
+        if freeing.is_alive() and time.monotonic() > beat.at + STUCK_SECONDS:
+            try:
+                group.agree_least(1)
+                text = "another rank of the engine has ended"
+            except DscError as fault:
+                text = fault.text()
+            print(
+                f"{text}\nThe driver of the GPU waits for that rank, so this process ends too.",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(1)

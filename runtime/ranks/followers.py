@@ -255,6 +255,6 @@ class Followers:
             channel.close()
         if self._children is not None:
             (self._children.kill if kill else self._children.wait)()
-        self._ends.run()  # not before the others end: that is what gloo's threads wait for
+        self._ends.run(died=kill)  # not before the others end: that is what gloo's threads wait for
         if self._children is not None:
             self._children.wait()

@@ -13,9 +13,13 @@ if TYPE_CHECKING:
 
 class Ends:
     """What frees this process from a collective that another rank will not come to, the last one first. It is run once; what
-    is added later is run at once."""
+    is added later is run at once.
+
+    died  whether it was another rank's death, and not the engine's being closed
+    """
 
     def __init__(self) -> None:
+        self.died = False
         self._lock = threading.Lock()
         self._calls: list[Callable[[], None]] | None = []
 
@@ -27,9 +31,10 @@ class Ends:
                 return
         call()
 
-    def run(self) -> None:
+    def run(self, died: bool = False) -> None:
         """From any thread."""
         with self._lock:
+            self.died = self.died or died
             calls, self._calls = self._calls or [], None
         for call in reversed(calls):
             call()

@@ -297,7 +297,7 @@ def test_kernels_that_wait_for_a_rank_that_is_gone_are_let_go(no_cuda: None) -> 
         block.start()
     time.sleep(0.02)
     assert all(block.is_alive() for block in blocks)
-    threading.Thread(target=ways._end, args=(weakref.ref(made),), daemon=True).start()
+    threading.Thread(target=ways._end, args=(weakref.ref(made), ways._Beat(0.0)), daemon=True).start()
     for block in blocks:
         block.join(10)
     stuck, signals.over = [block.is_alive() for block in blocks], True
@@ -455,6 +455,35 @@ def test_what_is_to_be_freed_after_the_end_is_freed_at_once() -> None:
     assert freed == ["second", "first"]
     group.on_end(lambda: freed.append("late"))
     assert freed == ["second", "first", "late"]
+
+
+@pytest.mark.parametrize(("died", "stuck"), [(True, True), (True, False), (False, True)])
+def test_a_process_that_the_driver_holds_ends(
+    died: bool, stuck: bool, fakes: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Only where a rank died, and the thread that lets go is itself held."""
+    exits: list[int] = []
+    over = threading.Event()
+    monkeypatch.setattr(ways.os, "_exit", lambda code: (exits.append(code), over.set()))
+    monkeypatch.setattr(ways, "STUCK_SECONDS", 0.2)
+    dead = threading.Event()
+
+    def agree(number: int) -> int:
+        if dead.is_set():
+            raise DscError("rank 1 of the engine has ended", where="x.engine", got="killed")
+        return number
+
+    group = group_of(2, agree=agree)
+    made = Collectives(group, CPU, 4096, "x.engine")
+    made.on(SimpleNamespace(query=lambda: (stuck and over.wait(3)) or True))  # type: ignore[arg-type]
+    dead.set()
+    group.ends.run(died=died)
+    over.wait(0.8)
+    over.set()
+    assert (exits[:1] == [1]) == (died and stuck)
+    told = capfd.readouterr().err
+    assert ("rank 1 of the engine has ended\n  got  killed" in told) == (died and stuck), told
+    del made
 
 
 @pytest.mark.parametrize("when", ["made", "first sum"])
