@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +14,9 @@ from torch.nn.functional import ScalingType
 from dsc.runtime.cuda import driver
 from dsc.runtime.cuda.call import Call
 from dsc.runtime.errors import DscError
+from dsc.runtime.executor import last_reads
 from dsc.runtime.expressions import evaluate, parse_guard
-from dsc.runtime.program import IN_ARENA, Program, ProgramNode
+from dsc.runtime.program import Program, ProgramNode
 from dsc.runtime.steps import (
     SCALED_ROWS,
     Argument,
@@ -167,7 +168,8 @@ class Binder:
         destination = self._elements(step.destination, step.dtype, every, values)
         if step.op == "all_gather":
             return self.collectives.all_gather(source, destination)
-        return self.collectives.all_reduce(source, destination, step.reduce, self._spent(node, step.source.operand))
+        spent = step.source.operand in self._spent[node.name]
+        return self.collectives.all_reduce(source, destination, step.reduce, spent)
 
     def _elements(self, pointer: Pointer, dtype: str, count: int, values: Mapping[str, int]) -> torch.Tensor:
         kind: torch.dtype = getattr(torch, dtype)
@@ -175,15 +177,10 @@ class Binder:
         assert found.numel() == count, (pointer, count, found.shape)
         return found
 
-    def _spent(self, node: ProgramNode, name: str) -> bool:
-        """Whether an operand is of no use after this node, which may leave anything in it."""
-        root = self.program.root(name)
-        readers = {
-            other.name
-            for other in self.program.nodes
-            if any(one and self.program.root(one) == root for one in other.inputs)
-        }
-        return self.program.operands[root].role in IN_ARENA and readers <= {node.name}
+    @cached_property
+    def _spent(self) -> dict[str, list[str]]:
+        """By node, operands that nobody reads after it, so that it may leave anything in them."""
+        return dict(zip((node.name for node in self.program.nodes), last_reads(self.program), strict=True))
 
     def _matrix(self, matrix: Matrix, rows: int, cols: int, batch: int, values: Mapping[str, int]) -> torch.Tensor:
         dtype = getattr(torch, matrix.dtype)
