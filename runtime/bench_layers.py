@@ -15,6 +15,7 @@ import torch
 from dsc.plugins.cpu_node import Run
 from dsc.runtime.executor import Executor
 from dsc.runtime.program import Program, ProgramNode, layer_of
+from dsc.runtime.ranks.group import alone
 
 REPLAYS = 20
 WARM_SECONDS = 0.02
@@ -78,11 +79,6 @@ class GpuCall(Protocol):
 
 # The least of the ranks' numbers: what is replayed holds collectives, so all replay it as often.
 Agree = Callable[[int], int]
-
-
-def alone(number: int) -> int:
-    """Where there is one rank."""
-    return number
 
 
 def gpu_parts(

@@ -24,7 +24,7 @@ from dsc.runtime.manifest import Manifest
 from dsc.runtime.model import CompiledModel
 from dsc.runtime.prompts import Prompt, PromptReader
 from dsc.runtime.proposer import MtpProposer
-from dsc.runtime.ranks.group import Group
+from dsc.runtime.ranks.group import Group, alone
 from dsc.runtime.request import Output, Request
 from dsc.runtime.sampler import Sampler
 from dsc.runtime.sampling import SamplingOptions, SamplingParams, end_tokens, model_defaults
@@ -111,10 +111,6 @@ def _cache_names(manifest: Manifest) -> list[str]:
     return [f"cache.{layer}" for model in manifest.models.values() for layer in model.layers]
 
 
-def _itself(number: int) -> int:
-    return number
-
-
 class _Checking(threading.Thread):
     """Hashes the engine's files beside other work: a share of them, where ranks of one machine have the others."""
 
@@ -162,7 +158,7 @@ class Engine:
     ) -> None:
         self._folder = folder
         self.backend = backend
-        self.agree_least: Callable[[int], int] = _itself if group is None else group.agree_least
+        self.agree_least: Callable[[int], int] = alone if group is None else group.agree_least
         manifest = self.manifest
         manifest.check_models(str(folder.path))
         programs = {name: backend.program(name) for name in manifest.graphs}

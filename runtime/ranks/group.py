@@ -11,6 +11,11 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 
+def alone(number: int) -> int:
+    """The least of the ranks' numbers where there is one rank."""
+    return number
+
+
 class Ends:
     """What frees this process from a collective that another rank will not come to, the last one first. It is run once; what
     is added later is run at once.
