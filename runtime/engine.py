@@ -29,7 +29,6 @@ from dsc.runtime.request import Output, Request
 from dsc.runtime.sampler import Sampler
 from dsc.runtime.sampling import SamplingOptions, SamplingParams, end_tokens, model_defaults
 from dsc.runtime.scheduler import Scheduler
-from dsc.runtime.shards import Place
 from dsc.runtime.spec import ModelSpec
 from dsc.runtime.stream import Stream
 from dsc.runtime.tokenizer import Tokenizer
@@ -86,7 +85,7 @@ def make_engine(
     """The engine of one rank; `group` has the others, if there are any."""
     manifest = folder.manifest
     rank = 0 if group is None else group.rank
-    place = Place(rank, manifest.parallel.tensor, manifest.parallel.expert)
+    place = manifest.parallel.place(rank)
     least = _least_cache_bytes(manifest, options.cache_tokens)
     share = (0, 1) if group is None else (group.local_rank, group.local_ranks)
     checking = _Checking(folder, share) if options.verify else None

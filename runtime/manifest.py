@@ -13,6 +13,7 @@ from typing import Any, Literal
 from dsc.runtime import codec
 from dsc.runtime.errors import DscError, nearest, raise_all
 from dsc.runtime.program import DTYPE_BYTES
+from dsc.runtime.shards import Place
 from dsc.runtime.spec import ModelSpec
 
 SCHEMA_VERSION = 3  # another one needs a step in dsc.runtime.migrate
@@ -31,6 +32,10 @@ class Parallel:
     @property
     def num_ranks(self) -> int:
         return max(self.tensor, self.expert) * self.pipeline
+
+    def place(self, rank: int) -> Place:
+        """Which parts of weights a rank of one stage has."""
+        return Place(rank, self.tensor, self.expert)
 
 
 @dataclass(frozen=True)

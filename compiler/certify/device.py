@@ -14,7 +14,6 @@ from dsc.runtime.errors import DscError
 from dsc.runtime.executor import Executor
 from dsc.runtime.program import Program
 from dsc.runtime.ranks.threads import run_ranks
-from dsc.runtime.shards import Place
 from dsc.runtime.weights import Weights
 
 PHASE = "prefill"
@@ -59,8 +58,7 @@ def bind_on_cpu(folder: EngineFolder) -> Bind:
             try_="dsc verify --device cuda",
         )
 
-    parallel = folder.manifest.parallel
-    places = [Place(rank, parallel.tensor, parallel.expert) for rank in range(folder.manifest.ranks)]
+    places = [folder.manifest.parallel.place(rank) for rank in range(folder.manifest.ranks)]
 
     def bind(program: Program) -> RunSegment:
         return_freed_memory()

@@ -60,8 +60,8 @@ class Pair:
 
     @property
     def places(self) -> list[Place]:
-        parallel = self.engine.manifest.parallel
-        return [Place(rank, parallel.tensor, parallel.expert) for rank in range(self.engine.manifest.ranks)]
+        manifest = self.engine.manifest
+        return [manifest.parallel.place(rank) for rank in range(manifest.ranks)]
 
     def weights(self) -> dict[tuple[str, tuple[Cut, ...]], Operand]:
         """Weights of all programs, by tensor and cuts."""

@@ -22,7 +22,7 @@ from dsc.runtime.cuda.backend import parts_of
 from dsc.runtime.cuda.load import load_parts
 from dsc.runtime.engine import Engine
 from dsc.runtime.errors import DscError
-from dsc.runtime.shards import Place, take
+from dsc.runtime.shards import take
 from dsc.runtime.weights import part_name
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
@@ -134,7 +134,7 @@ def test_parts_are_what_take_gives(rank: int, engines: Callable[[str], Path]) ->
     for path in (engines("fp32"), engines("wint8")):
         engine = EngineFolder.open(path)
         programs = [engine.program(graph, rank) for graph in engine.manifest.graphs]
-        place = Place(rank, engine.manifest.parallel.tensor, engine.manifest.parallel.expert)
+        place = engine.manifest.parallel.place(rank)
         parts = parts_of(programs, engine.manifest, place)
         loaded = load_parts(path, parts, torch.device("cuda", rank))
         for operand in (o for program in programs for o in program.operands.values() if o.role == "weight"):

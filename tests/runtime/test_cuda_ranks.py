@@ -80,8 +80,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def rank_of(folder: EngineFolder, rank: int, cache_bytes: int = 0) -> CudaBackend:
-    parallel = folder.manifest.parallel
-    place = Place(rank, parallel.tensor, parallel.expert)
+    place = folder.manifest.parallel.place(rank)
     return CudaBackend(folder, None, None, cache_bytes, place=place, group=group_of(rank))
 
 
@@ -96,7 +95,7 @@ def test_ranks_load_their_parts(recipe: str, engines: Callable[[str], EngineFold
         made = rank_of(folder, rank)
         programs = [folder.program(name, rank) for name in folder.manifest.graphs]
         weights = [o for p in programs for o in p.operands.values() if o.role == "weight"]
-        place = Place(rank, folder.manifest.parallel.tensor, folder.manifest.parallel.expert)
+        place = folder.manifest.parallel.place(rank)
         for operand in weights:
             want = take(folder.tensor(operand.tensor), operand.cuts, place).contiguous()
             got = made._shared.weights[part_name(operand)]
