@@ -11,14 +11,14 @@ from dsc.runtime.artifact import EngineFolder
 from dsc.runtime.backends import Runner
 from dsc.runtime.cuda.ahead import RunAhead
 from dsc.runtime.cuda.executor import CudaExecutor, CudaShared
-from dsc.runtime.cuda.load import load_files, load_parts, parts_bytes
+from dsc.runtime.cuda.load import Loaded, load_files, load_parts, parts_bytes
 from dsc.runtime.cuda.parts import Part
 from dsc.runtime.errors import DscError
 from dsc.runtime.manifest import Manifest
 from dsc.runtime.program import Program
 from dsc.runtime.ranks.group import Group
 from dsc.runtime.shards import ALONE, Place
-from dsc.runtime.steps import Gemm, kernels_in
+from dsc.runtime.steps import Gemm, Step, kernels_in
 from dsc.runtime.weights import part_name
 
 SPARE_BYTES = 1 << 30  # left to the driver, CUDA graphs and cuBLAS
@@ -61,9 +61,11 @@ class CudaBackend:
         self._check_memory(sum((path / name).stat().st_size for name in files), cache_bytes)
         loaded = load_files(path, files, self.device)
         self._weight_bytes = sum(entry.bytes for entry in tensors.values())
-        self._loaded = _loading(loaded.num_bytes, loaded.seconds)
+        self._loaded = _loading(loaded)
         return {
-            name: loaded.blocks[entry.file][entry.offset : entry.offset + entry.bytes].view(getattr(torch, entry.dtype))
+            name: loaded.tensors[entry.file][entry.offset : entry.offset + entry.bytes].view(
+                getattr(torch, entry.dtype)
+            )
             for name, entry in tensors.items()
         }
 
@@ -78,15 +80,14 @@ class CudaBackend:
         collectives = Collectives(group, self.device, self._arena_bytes(), str(path))
         loaded = load_parts(path, parts, self.device)
         self._weight_bytes = loaded.num_bytes
-        self._loaded = {**_loading(loaded.num_bytes, loaded.seconds), "all_reduce": collectives.describe()}
+        self._loaded = {**_loading(loaded), "all_reduce": collectives.describe()}
         shared = CudaShared(self.device, loaded.tensors, self._folder, collectives.arena, collectives)
         self._load_kernels(shared)
         return shared
 
     def _load_kernels(self, shared: CudaShared) -> None:
         """All of them: one that is loaded in a step may wait for a kernel that waits for a rank, which then cannot be freed."""
-        variants = (v for program in self._programs.values() for node in program.nodes for v in node.variants)
-        kernels = (kernel for variant in variants for kernel in kernels_in(variant.steps))
+        kernels = kernels_in(_steps(self._programs.values()))
         for cubin, entry, shared_bytes in sorted({(k.cubin, k.entry, k.shared_bytes) for k in kernels}):
             shared.library(cubin).function(entry, shared_bytes)
 
@@ -144,8 +145,7 @@ class CudaBackend:
 
 def check_cublas(programs: Iterable[Program], where: str) -> None:
     """Raise DscError where a program has gemms with scales and torch's cuBLAS is older than those are."""
-    steps = (s for p in programs for node in p.nodes for variant in node.variants for s in variant.steps)
-    if not any(isinstance(step, Gemm) and step.a_scales is not None for step in steps):
+    if not any(isinstance(step, Gemm) and step.a_scales is not None for step in _steps(programs)):
         return
     version = torch.version.cuda or "none"
     if [int(part) for part in version.split(".") if part.isdigit()] < [*SCALED_CUDA]:
@@ -158,17 +158,22 @@ def check_cublas(programs: Iterable[Program], where: str) -> None:
         )
 
 
+def _steps(programs: Iterable[Program]) -> list[Step]:
+    """Of all variants of all nodes."""
+    return [s for p in programs for node in p.nodes for variant in node.variants for s in variant.steps]
+
+
 def parts_of(programs: Iterable[Program], manifest: Manifest, place: Place) -> dict[str, Part]:
     """What a rank has of every stored tensor that its programs read, by `part_name`."""
     weights = (o for program in programs for o in program.operands.values() if o.role == "weight")
     return {part_name(o): Part(manifest.tensors[o.tensor], o.cuts, place) for o in weights}
 
 
-def _loading(num_bytes: int, seconds: float) -> dict[str, Any]:
+def _loading(loaded: Loaded) -> dict[str, Any]:
     return {
-        "gb": round(num_bytes / 1e9, 3),
-        "gb_per_s": round(num_bytes / 1e9 / max(seconds, 1e-9), 2),
-        "load_seconds": round(seconds, 2),
+        "gb": round(loaded.num_bytes / 1e9, 3),
+        "gb_per_s": round(loaded.gb_per_s, 2),
+        "load_seconds": round(loaded.seconds, 2),
     }
 
 

@@ -23,21 +23,16 @@ GAP_BYTES = 64 << 10  # between what is read at once: less than a read of its ow
 
 
 @dataclass(frozen=True)
-class LoadedFiles:
-    """Every file as one block of device memory, and how long that took."""
-
-    blocks: dict[str, torch.Tensor]
-    num_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class LoadedParts:
-    """A rank's parts of tensors, flat, by the name they were asked for under, and how long that took."""
+class Loaded:
+    """Device memory by the name it was asked for under, flat, and how long that took."""
 
     tensors: dict[str, torch.Tensor]
     num_bytes: int
     seconds: float
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.num_bytes / 1e9 / max(self.seconds, 1e-9)
 
 
 @dataclass(frozen=True)
@@ -81,13 +76,13 @@ class _Piece:
         return self.offset + self.bytes
 
 
-def load_files(root: Path, names: Iterable[str], device: torch.device) -> LoadedFiles:
-    """Copy files of `root` to the device whole. Raises DscError for a file that is cut or cannot be read."""
+def load_files(root: Path, names: Iterable[str], device: torch.device) -> Loaded:
+    """Copy files of `root` to the device, each whole, as bytes. Raises DscError for a file that is cut or cannot be read."""
     begin = time.monotonic()
     sizes = {name: (root / name).stat().st_size for name in names}
     blocks = {name: torch.empty(size, dtype=torch.uint8, device=device) for name, size in sizes.items()}
     _move([piece for name, block in blocks.items() for piece in _pieces(root / name, 0, block)], device)
-    return LoadedFiles(blocks, sum(sizes.values()), time.monotonic() - begin)
+    return Loaded(blocks, sum(sizes.values()), time.monotonic() - begin)
 
 
 def load_tensors(root: Path, entries: Mapping[str, TensorEntry], device: torch.device) -> dict[str, torch.Tensor]:
@@ -100,7 +95,7 @@ def load_tensors(root: Path, entries: Mapping[str, TensorEntry], device: torch.d
     return {name: blocks[name].view(getattr(torch, entry.dtype)) for name, entry in entries.items()}
 
 
-def load_parts(root: Path, parts: Mapping[str, Part], device: torch.device) -> LoadedParts:
+def load_parts(root: Path, parts: Mapping[str, Part], device: torch.device) -> Loaded:
     """Copy a rank's parts of tensors to the device, into one block. Raises DscError as `load_files`."""
     begin = time.monotonic()
     block = torch.empty(parts_bytes(parts.values()), dtype=torch.uint8, device=device)
@@ -113,7 +108,7 @@ def load_parts(root: Path, parts: Mapping[str, Part], device: torch.device) -> L
         pieces += [piece for read in part.reads() for piece in _pieces_of(read, root / part.entry.file, memory)]
         found[name] = memory.view(getattr(torch, part.entry.dtype))
     _move(list(_joined(pieces)), device)
-    return LoadedParts(found, sum(part.bytes for part in parts.values()), time.monotonic() - begin)
+    return Loaded(found, sum(part.bytes for part in parts.values()), time.monotonic() - begin)
 
 
 def parts_bytes(parts: Iterable[Part]) -> int:
